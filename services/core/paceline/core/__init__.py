@@ -1,0 +1,1 @@
+"""Pure rules that every service shares: types, sampling, noise, latency model, errors. No I/O."""
