@@ -6,7 +6,7 @@ Indices: 1 load-independent, 2 load-dependent; p prefill, v verify, d draft. All
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -92,3 +92,95 @@ class RoundModel:
     def best_draft_length(self, k_max: int) -> int:
         """The k in 0..k_max with the least TPOT; the smaller on a tie."""
         return min(range(k_max + 1), key=self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """Seconds of one forward pass: a + b sequences + c decode tokens + d query x context + e prefill tokens.
+
+    Decode tokens are those fed to sequences that sample (1, or k + 1 when verifying); the query-context sum
+    runs over all tokens.
+    """
+
+    base_s: float = 0.0
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+    query_context_s: float = 0.0
+    prefill_token_s: float = 0.0
+
+    def scaled(self, factor: float) -> StepTerms:
+        """The same pass on a machine ``factor`` times slower."""
+        return StepTerms(
+            self.base_s * factor,
+            self.sequence_s * factor,
+            self.token_s * factor,
+            self.query_context_s * factor,
+            self.prefill_token_s * factor,
+        )
+
+    def resident_s(self, k: int, context_tokens: float) -> float:
+        """What one decoding sequence adds to a step: b + (k + 1)(c + d context)."""
+        return self.sequence_s + (k + 1) * (self.token_s + self.query_context_s * context_tokens)
+
+    def decode_s(self, sequences: float, k: int, context_tokens: float) -> float:
+        """A step in which every sequence verifies k draft tokens."""
+        return self.base_s + sequences * self.resident_s(k, context_tokens)
+
+    def prompt_s(self, prompt_tokens: int, chunk_tokens: int) -> float:
+        """What a prompt adds to the steps its chunks of at most ``chunk_tokens`` ride in."""
+        whole, rest = divmod(prompt_tokens, chunk_tokens)
+        query_context = chunk_tokens**2 * whole * (whole + 1) / 2 + rest * prompt_tokens
+        return self.prefill_token_s * prompt_tokens + self.query_context_s * query_context
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Mean request: prompt and output tokens, and the longest prefill chunk."""
+
+    prompt_tokens: int
+    output_tokens: int
+    chunk_tokens: int
+
+    @property
+    def chunks(self) -> int:
+        return max(1, math.ceil(self.prompt_tokens / self.chunk_tokens))
+
+    @property
+    def context_tokens(self) -> float:
+        """Mean context while decoding, p + g / 2."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+def pair_latency_terms(terms: StepTerms, rounds: RoundModel, k: int, work: Workload) -> tuple[float, float]:
+    """(C1, C2) of a pair at draft length k, from the measured terms.
+
+    Load-independent is what every step costs however few ride in it, and the exposed wait:
+    c1p = a chunks, c1v + k c1d = a + W(k). Load-dependent is what one resident request adds to the steps of
+    all: c2p = its prompt's compute, c2v + k c2d = b + (k + 1)(c + d (p + g/2)). Rounds are g over the mean
+    tokens a round, undrafted rounds included.
+    """
+    count = work.output_tokens / rounds.tokens(k)
+    c1 = terms.base_s * work.chunks + count * (terms.base_s + rounds.wait_s(k))
+    c2 = terms.prompt_s(work.prompt_tokens, work.chunk_tokens)
+    return c1, c2 + count * terms.resident_s(k, work.context_tokens)
+
+
+def break_even_rps(
+    terms: StepTerms, rounds: RoundModel, lengths: Iterable[int], work: Workload
+) -> float | None:
+    """Request rate up to which the best of the draft ``lengths`` pays.
+
+    None when one of them pays at every stable rate, or none pays at any.
+    """
+    c1_plain, c2_plain = pair_latency_terms(terms, rounds, 0, work)
+    if c1_plain <= 0.0 or c2_plain <= 0.0:
+        return None
+    rates = []
+    for k in lengths:
+        c1, c2 = pair_latency_terms(terms, rounds, k, work)
+        if c1 < c1_plain and c2 <= c2_plain:
+            return None
+        load = break_even_load(c1 / c1_plain, c2 / c2_plain)
+        if load is not None:
+            rates.append(load / c2_plain)
+    return max(rates, default=None)

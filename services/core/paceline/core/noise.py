@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
+_MASK32 = 0xFFFFFFFF
 TOKEN_MULTIPLIER = 0x9E3779B1
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B
@@ -71,6 +72,21 @@ def noise_bits(key: int, position: int, token_ids: NDArray[np.integer]) -> NDArr
     return _mix(_mix(ids * np.uint32(TOKEN_MULTIPLIER) + np.uint32(w0)) ^ np.uint32(w1))
 
 
+def noise_word(key: int, position: int, token_id: int) -> int:
+    """`noise_bits` of one token id in plain integers, several times faster than an array of one."""
+    w0, w1 = position_words(key, position)
+    return _mix_word(_mix_word((token_id * TOKEN_MULTIPLIER + w0) & _MASK32) ^ w1)
+
+
+def _mix_word(x: int) -> int:
+    """`_mix` in plain integers."""
+    x ^= x >> 16
+    x = (x * MIX_1) & _MASK32
+    x ^= x >> 15
+    x = (x * MIX_2) & _MASK32
+    return x ^ (x >> 16)
+
+
 def exponentials(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
     """Standard exponentials ``-log1p(-w)``, ``w = (h + 1/2) * 2**-32``, always in (0, 23)."""
     w = (bits.astype(np.float64) + 0.5) * 2.0**-32
@@ -79,5 +95,4 @@ def exponentials(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
 
 def uniform(key: int, position: int, token_id: int) -> float:
     """One uniform in (0, 1), for draws that are not races (synthetic acceptance)."""
-    bits = noise_bits(key, position, np.asarray([token_id], dtype=np.uint32))
-    return (float(bits[0]) + 0.5) * 2.0**-32
+    return (noise_word(key, position, token_id) + 0.5) * 2.0**-32

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-from paceline.core.noise import noise_bits
+from paceline.core.noise import noise_word
 
 FIRST_TOKEN = 1000
 """Ids below are left out: special tokens and end-of-sequence ids of common vocabularies live there."""
 
 
 def null_token(noise_key: int, position: int, previous: int, vocab_size: int) -> int:
-    """Next token: ``first + bits mod (vocab - first)``, bits = noise_bits(key, position, [previous]).
+    """Next token: ``first + bits mod (vocab - first)``, bits = noise_word(key, position, previous).
 
     A function of seed, choice, prompt (through the key), output position and previous token, so that null
     drafters agree with null verifiers and answers are reproducible.
     """
     first = min(FIRST_TOKEN, vocab_size // 2)
-    bits = int(noise_bits(noise_key, position, np.asarray([previous]))[0])
-    return first + bits % (vocab_size - first)
+    return first + noise_word(noise_key, position, previous) % (vocab_size - first)

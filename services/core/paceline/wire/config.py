@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from paceline.core.errors import ConfigError
-from paceline.wire.settings import Settings, VerifierSettings
 from pydantic import ValidationError
+
+from paceline.core.errors import ConfigError
+from paceline.wire.settings import MAX_DRAFT_TOKENS, Settings, TestingSettings, VerifierSettings
 
 PREFIX = "PACELINE_"
 _LISTS = {"verifiers": "id", "drafters": "id", "classes": "name"}
@@ -19,10 +20,16 @@ _DEFAULT_LISTS: dict[str, list[dict[str, Any]]] = {
     "drafters": [{"id": "d0"}],
     "classes": [{"name": "default"}],
 }
+_WANTED = {"speculation.k": f"want auto or an integer from 0 to {MAX_DRAFT_TOKENS}"}
 
 
 def testing_allowed(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("PACELINE_TESTING") == "1"
+
+
+def is_setting(variable: str) -> bool:
+    """Whether an environment variable of this name is a layer of the configuration."""
+    return _variable_key(variable) is not None
 
 
 def load_settings(
@@ -77,7 +84,8 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: want a mapping of sections")
-    return tree
+    # A section whose keys are all commented out reads as null.
+    return {str(key): value for key, value in tree.items() if value is not None}
 
 
 def _variable_key(variable: str) -> list[str] | None:
@@ -139,15 +147,30 @@ def _tuples(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
     lines = []
+    in_engine = {item["loc"][1:] for item in error.errors() if item["loc"][:1] == ("engine",)}
     for item in error.errors():
+        if item["loc"][:1] == ("verifiers",) and item["loc"][2:] in in_engine:
+            continue  # inherited from `engine`, where it is named already
         parts = [str(part) for part in item["loc"]]
         if len(parts) > 1 and parts[0] in _LISTS and parts[1].isdigit():
             entry = tree[parts[0]][int(parts[1])]
             if isinstance(entry, dict):
                 parts[1] = str(entry.get(_LISTS[parts[0]], parts[1]))
-        message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"]
-        lines.append(f"{'.'.join(parts)}: {message}")
+        lines.append(_line(parts, item["type"], item["msg"]))
     return "; ".join(dict.fromkeys(lines))
+
+
+def _line(parts: list[str], kind: str, message: str) -> str:
+    if wanted := _WANTED.get(".".join(parts[:2])):
+        return f"{'.'.join(parts[:2])}: {wanted}"
+    key = ".".join(parts)
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key"
+    if kind == "string_pattern_mismatch" and parts[-1] == "addr":
+        return f"{key}: want host:port"
+    if kind == "value_error":  # our own validators say "key: reason"
+        return f"{key}.{message.removeprefix('Value error, ')}"
+    return f"{key}: {message[0].lower()}{message[1:]}"
 
 
 def _check(settings: Settings, *, testing: bool) -> None:
@@ -159,10 +182,18 @@ def _check(settings: Settings, *, testing: bool) -> None:
         raise ConfigError("verifiers: at least one is needed")
     if not settings.classes:
         raise ConfigError("classes: at least one is needed")
-    if settings.testing.synthetic_acceptance is not None and not testing:
-        raise ConfigError("testing.synthetic_acceptance: refused unless PACELINE_TESTING=1")
-    timed = any(w.engine == "timed" for w in settings.verifiers) or any(
-        d.kind == "timed" for d in settings.drafters
-    )
-    if timed and not testing:
-        raise ConfigError("testing.timed: timed engines are refused unless PACELINE_TESTING=1")
+    shared = {v.id for v in settings.verifiers} & {d.id for d in settings.drafters}
+    if shared:
+        raise ConfigError(f"drafters: id {min(shared)!r} is also a verifier's; every worker needs its own")
+    if not testing:
+        _check_no_testing(settings)
+
+
+def _check_no_testing(settings: Settings) -> None:
+    refused = [
+        f"testing.{key}" for key, value in TestingSettings() if getattr(settings.testing, key) != value
+    ]
+    refused += [f"verifiers.{v.id}.engine: timed" for v in settings.verifiers if v.engine == "timed"]
+    refused += [f"drafters.{d.id}.kind: timed" for d in settings.drafters if d.kind == "timed"]
+    if refused:
+        raise ConfigError("; ".join(f"{key}: refused unless PACELINE_TESTING=1" for key in refused))

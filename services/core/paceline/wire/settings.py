@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Address = Annotated[str, Field(pattern=r"^$|^\S+:[0-9]{1,5}$")]
+"""Empty, or ``host:port``."""
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 MAX_DRAFT_TOKENS = 16
 
 
+def _null_is_a_name(value: Any) -> Any:
+    """YAML reads the unquoted name ``null`` as nothing."""
+    return "null" if value is None else value
+
+
+EngineName = Annotated[Literal["torch", "vllm", "null", "timed"], BeforeValidator(_null_is_a_name)]
+DrafterKind = Annotated[
+    Literal["model", "ngram", "suffix", "null", "timed"], BeforeValidator(_null_is_a_name)
+]
+
+
 class Section(BaseModel):
     """Unknown keys and wrong types are refused by name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSettings(Section):
@@ -35,7 +48,7 @@ class ModelSettings(Section):
 class EngineSettings(Section):
     """Of every verifier; entries of ``verifiers`` override single keys."""
 
-    engine: Literal["torch", "vllm", "null", "timed"] = "torch"
+    engine: EngineName = "torch"
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Empty: bfloat16, or float32 with ``exact``."""
     device: str = "auto"
@@ -65,7 +78,7 @@ class EngineSettings(Section):
 class Listen(Section):
     """Where a worker listens when it is started here, and where others reach it."""
 
-    addr: str = ""
+    addr: Address = ""
     """``host:port`` of a running worker: connect, do not start. ``serve`` listens on its port."""
     host: str = "127.0.0.1"
     """Interface that ``serve`` listens on."""
@@ -79,7 +92,7 @@ class VerifierSettings(EngineSettings, Listen):
 
 class DrafterSettings(Listen):
     id: Identifier = "d0"
-    kind: Literal["model", "ngram", "suffix", "null", "timed"] = "ngram"
+    kind: DrafterKind = "ngram"
     path: str = ""
     """Draft model of kind ``model``: path or hub id."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -169,7 +182,7 @@ class TimedSettings(Section):
 
 
 class TestingSettings(Section):
-    """Refused unless PACELINE_TESTING=1, but for ``timed``, which only timed engines read."""
+    """Values other than the defaults are refused unless PACELINE_TESTING=1."""
 
     synthetic_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     timed: TimedSettings = TimedSettings()

@@ -1,0 +1,1 @@
+"""The gateway: OpenAI and gRPC APIs, Redis admission, dispatch to verifiers."""
