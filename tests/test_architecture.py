@@ -28,7 +28,6 @@ TORCH_FREE = {
     "paceline.v1": ("torch", "transformers", "paceline.engine"),
     "paceline.gateway": ("torch", "transformers", "paceline.engine"),
     "paceline.policy": ("torch", "transformers", "paceline.engine"),
-    "paceline.client": ("torch", "transformers", "paceline.engine"),
     "paceline.cli": ("torch", "transformers"),
 }
 # Imports every module of the first argument while the other arguments cannot be imported.
