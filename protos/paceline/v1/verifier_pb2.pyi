@@ -216,17 +216,23 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    choice_index: _builtins.int
+    """Only this choice; absent is all of the request."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        choice_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice_index: _TypeAlias = _typing.Literal["choice_index"]  # noqa: Y015
+    _WhichOneofArgType__choice_index: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_index) -> _WhichOneofReturnType__choice_index | None: ...
 
 Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 

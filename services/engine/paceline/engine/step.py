@@ -100,6 +100,8 @@ class Runner(Protocol):
     eos_token_ids: frozenset[int]
     block_tokens: int
     num_blocks: int
+    slowdown: float
+    """Factor on the time of every step; 1 is none."""
 
     def execute(self, plan: StepPlan) -> list[ItemResult]: ...
 

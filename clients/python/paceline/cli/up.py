@@ -1,0 +1,27 @@
+"""`paceline up`: the stack as child processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.console import Assignments, ConfigFile, RunDir, print_json, say, settings_or_exit
+
+
+def up(
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="HTTP port; 0 is a free one.")
+    ] = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Run the stack until SIGINT or SIGTERM, which drain it; a second signal stops it at once."""
+    settings = settings_or_exit(config, assignments, {} if port is None else {"gateway.port": port})
+    from paceline.cli.stack import run_stack
+
+    async def announce(ready: dict[str, Any]) -> None:
+        print_json(ready)
+
+    raise typer.Exit(run_stack(settings, run_dir=run_dir, session=announce, forward=say))

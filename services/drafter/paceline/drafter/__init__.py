@@ -1,0 +1,1 @@
+"""Drafter service: holds draft sessions and proposes tokens for the verifiers' next rounds."""

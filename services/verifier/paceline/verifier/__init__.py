@@ -1,0 +1,1 @@
+"""The verifier: scores drafts with the target model and commits what it chose."""
