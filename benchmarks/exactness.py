@@ -31,8 +31,10 @@ def read_prompts(path: Path, count: int) -> list[str]:
 
 def reference(max_tokens: int) -> Callable[[str], list[int]]:
     import torch
-    from paceline.wire.models import locate
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import paceline.engine  # noqa: F401 - before torch: how its threads wait
+    from paceline.wire.models import locate
 
     path = locate("smollm2-135m-instruct").path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -111,6 +111,7 @@ def _make_problems(arguments: list[str]) -> list[str]:
 
 def _paceline_problems(arguments: list[str]) -> list[str]:
     import typer
+
     from paceline.cli.main import app
 
     command: Any = typer.main.get_command(app)

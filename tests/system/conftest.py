@@ -23,9 +23,10 @@ TARGET = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="session")
 def exact_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The real model in exact mode with the n-gram drafter."""
+    """The real model in exact mode; k is fixed so that every answer is drafted."""
     run_dir = tmp_path_factory.mktemp("stack") / "exact"
-    with system_stack.running(run_dir, {"engine.exact": True, "engine.integrity_check": True}) as stack:
+    settings = {"engine.exact": True, "engine.integrity_check": True, "speculation.k": 4}
+    with system_stack.running(run_dir, settings) as stack:
         yield stack
 
 
@@ -33,7 +34,24 @@ def exact_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def null_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Null engines: the whole path without a model's compute."""
     run_dir = tmp_path_factory.mktemp("stack") / "null"
-    settings = {"engine.engine": "null", "drafters": [{"id": "d0", "kind": "null"}]}
+    settings = {
+        "engine.engine": "null",
+        "drafters": [{"id": "d0", "kind": "null"}],
+        "speculation.k": 4,
+    }
+    with system_stack.running(run_dir, settings) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def timed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A verifier of 20 ms a step and a drafter of 1 ms a token that agrees with it."""
+    run_dir = tmp_path_factory.mktemp("stack") / "timed"
+    settings = {
+        "engine.engine": "timed",
+        "drafters": [{"id": "d0", "kind": "timed"}],
+        "testing.timed": {"verify_ms": 20.0, "draft_ms": 1.0},
+    }
     with system_stack.running(run_dir, settings) as stack:
         yield stack
 
@@ -42,8 +60,9 @@ def null_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def generate() -> Any:
     """transformers' own greedy ``generate`` of one chat prompt in fp32: token ids of the answer."""
     import torch
-    from paceline.wire.models import locate
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from paceline.wire.models import locate
 
     path = locate(TARGET).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -84,10 +84,7 @@ class Stack:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=60)
-        if self.process.stdout:
-            self.process.stdout.close()
-        return code
+        return self.process.wait(timeout=60)
 
 
 @contextmanager
@@ -98,6 +95,8 @@ def running(run_dir: Path, settings: dict[str, Any], *, testing: bool = True) ->
     finally:
         if stack.process.poll() is None:
             stack.stop()
+        if stack.process.stdout:
+            stack.process.stdout.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:

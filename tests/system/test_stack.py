@@ -64,17 +64,30 @@ def test_receipt_and_admin_views(null_stack: Any) -> None:
     assert 'vllm:generation_tokens_total{model_name="' in metrics
 
 
-def test_the_plan_comes_from_measurement(null_stack: Any) -> None:
-    """A null drafter agrees with a null verifier, so the fitted plan must end at drafting, reason 'best'."""
+def test_the_plan_comes_from_measurement(timed_stack: Any) -> None:
+    """TPOT(k) = (20 + (rtt + k)) / (k + 1) ms falls with every k up to 16 here, so k_max is best."""
 
     def planned() -> bool:
-        null_stack.chat("measure", max_tokens=64)
-        reasons = null_stack.chat("measure", max_tokens=64)["speculation"]["reasons"]
+        timed_stack.chat("measure", max_tokens=64)
+        reasons = timed_stack.chat("measure", max_tokens=64)["speculation"]["reasons"]
         return "best" in reasons
 
-    wait_until(planned, timeout_s=60)
-    alpha = [w["alpha"] for w in httpx.get(f"{null_stack.admin}/fleet").json()["workers"]]
-    assert 1.0 in [round(a, 2) for a in alpha if a is not None]
+    wait_until(planned, timeout_s=90)
+    receipt = timed_stack.chat("measure", max_tokens=64)["speculation"]
+    lengths = {int(k): n for k, n in receipt["draft_length_histogram"].items()}
+    assert max(lengths, key=lambda k: lengths[k]) == 8, receipt
+    assert receipt["predicted"]["tpot_ms"] > 0
+    assert receipt["predicted"]["tpot_ms"] == pytest.approx(receipt["observed"]["tpot_ms"], rel=0.5)
+    fleet = httpx.get(f"{timed_stack.admin}/fleet").json()
+    assert [w["alpha"] for w in fleet["workers"] if w["role"] == "verifier"] == [pytest.approx(1.0)]
+    assert [pair["k"] for pair in fleet["pairs"]] == [8]
+
+
+def test_drafting_off_is_not_slower_than_on_by_choice(timed_stack: Any) -> None:
+    """With a perfect drafter 64 tokens take about 64/9 rounds of 20 + 9 ms instead of 64 steps of 20 ms."""
+    on = timed_stack.chat("speed", max_tokens=64)["speculation"]["observed"]["tpot_ms"]
+    off = timed_stack.chat("speed", max_tokens=64, speculation={"enabled": False, "receipt": True})
+    assert on < 0.5 * off["speculation"]["observed"]["tpot_ms"]
 
 
 def test_same_seed_same_null_tokens_with_drafting_off(null_stack: Any) -> None:

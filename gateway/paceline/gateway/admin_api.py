@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from paceline.core.errors import ErrorKind, PacelineError, invalid
-from paceline.core.types import WorkerState
-from paceline.gateway.openai_http import paceline_error
+from paceline.core.types import WorkerRole, WorkerState
+from paceline.gateway.endpoint import paceline_error
 from paceline.gateway.request import Choice, GatewayRequest
 from paceline.gateway.service import Gateway
 from paceline.v1 import policy_pb2, worker_pb2
@@ -126,8 +126,14 @@ class AdminApi:
             if worker == "all"
             else [fleet.link(worker)]
         )
+        # A verifier and a drafter both can lengthen the way between them; asked of all, one side does.
+        at_drafters = worker == "all" and any(link.role is WorkerRole.DRAFTER for link in links)
         for link in links:
-            await link.set_testing(message)
+            own = worker_pb2.SetTestingRequest()
+            own.CopyFrom(message)
+            if at_drafters and link.role is WorkerRole.VERIFIER:
+                own.ClearField("rtt_ms")
+            await link.set_testing(own)
         return JSONResponse({"workers": [link.id for link in links]})
 
 

@@ -63,6 +63,9 @@ class WorkerLink:
         self.address = address
         self.running = 0
         self.draining = False
+        self.suspected = False
+        self._suspicions = 0
+        self._probe = asyncio.Event()
         self._expected = expected
         self._on_change = on_change
         self._channel = open_channel(address)
@@ -92,18 +95,31 @@ class WorkerLink:
         """Probes until cancelled."""
         retry_s = FIRST_RETRY_S
         while True:
+            suspicions = self._suspicions
             try:
-                answer = await self._describe()
+                fits = self._accept(await self._describe())
             except grpc.aio.AioRpcError as error:
                 self._lost(error.details() or error.code().name)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
                 continue
-            if self._accept(answer):
-                retry_s = FIRST_RETRY_S
-                await asyncio.sleep(PROBE_INTERVAL_S)
-            else:
+            if not fits:
                 await asyncio.sleep(LONGEST_RETRY_S)
+                continue
+            retry_s = FIRST_RETRY_S
+            if self.suspected and suspicions == self._suspicions:
+                self.suspected = False
+                self._on_change()
+            self._probe.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.0 if self.suspected else PROBE_INTERVAL_S):
+                    await self._probe.wait()
+
+    def suspect(self) -> None:
+        """A call failed: nothing new is granted to this worker until it answers again."""
+        self.suspected = True
+        self._suspicions += 1
+        self._probe.set()
 
     @contextlib.contextmanager
     def tracked(self, call: Any) -> Any:
@@ -208,8 +224,13 @@ class Fleet:
 
     @property
     def ready(self) -> list[WorkerLink]:
-        """Verifiers that take new work."""
+        """Verifiers in service."""
         return [link for link in self.verifiers if link.state is WorkerState.READY]
+
+    @property
+    def grantable(self) -> list[WorkerLink]:
+        """Verifiers in service that did not just fail a call."""
+        return [link for link in self.ready if not link.suspected]
 
     def _on_change(self) -> None:
         self.changed.set()

@@ -131,10 +131,8 @@ async def _first_verifier(context: ProcessContext, gateway: Gateway) -> bool:
     while not gateway.fleet.ready:
         waited_s = asyncio.get_running_loop().time() - started_s
         if waited_s > FIRST_VERIFIER_TIMEOUT_S:
-            addresses = ", ".join(f"{v.id} at {v.address}" for v in gateway.fleet.verifiers)
-            raise StartupError(
-                f"no verifier connected within {FIRST_VERIFIER_TIMEOUT_S:g} s ({addresses or 'none configured'})"
-            )
+            known = ", ".join(f"{v.id} at {v.address}" for v in gateway.fleet.verifiers) or "none configured"
+            raise StartupError(f"no verifier connected within {FIRST_VERIFIER_TIMEOUT_S:g} s: {known}")
         _log.info("waiting_for_verifier", waited_s=round(waited_s))
         arrived = asyncio.ensure_future(gateway.fleet.any_ready.wait())
         stopping = asyncio.ensure_future(context.stopping.wait())

@@ -3,91 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from paceline.core.errors import ErrorKind, PacelineError, invalid
+from paceline.core.errors import PacelineError, invalid
 from paceline.core.types import TokenLogprobs
 from paceline.gateway import schema
-from paceline.gateway.request import Delta
+from paceline.gateway.endpoint import Call, Endpoint, Handler, http_error, paceline_error
 from paceline.gateway.responses import ChatFormat, CompletionFormat, Format
-from paceline.gateway.service import Gateway, Session, request_id
-from paceline.gateway.sse import Exchange, dumps, error_headers, frame
-from paceline.wire.status import error_body, error_type, http_status
-from paceline.wire.telemetry import get_logger
-
-_log = get_logger(__name__)
-_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-
-
-class Call:
-    """One request to an endpoint: its headers, body and answer."""
-
-    def __init__(self, headers: Headers, exchange: Exchange, call_id: str, body: object) -> None:
-        self.headers = headers
-        self.exchange = exchange
-        self.id = call_id
-        self.body = body
-
-    @property
-    def caller_timeout_s(self) -> float | None:
-        """How long OpenAI's SDK waits before it gives up, which it tells in a header."""
-        value = self.headers.get("x-stainless-read-timeout", "")
-        return float(value) if _SECONDS.fullmatch(value) and float(value) > 0 else None
-
-
-Handler = Callable[[Call], Awaitable[None]]
-
-
-class Endpoint:
-    """A POST handler as an ASGI app: request id, body, error body, and an end when the client leaves."""
-
-    def __init__(self, gateway: Gateway, handler: Handler) -> None:
-        self._gateway = gateway
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = self._gateway.settings.gateway
-        headers = Headers(scope=scope)
-        exchange = Exchange(receive, send, limits.stall_timeout_s)
-        call_id = request_id("", "")
-        exchange.headers["x-request-id"] = call_id
-        try:
-            try:
-                call_id = request_id(headers.get("x-request-id", ""), "x-request-id")
-                exchange.headers["x-request-id"] = call_id
-                body = await exchange.body(headers.get("content-length"), limits.max_body_bytes)
-                if not await exchange.watched(self._answer(Call(headers, exchange, call_id, body))):
-                    _log.info("client_left", request=call_id, status=499)
-            except PacelineError as error:
-                await exchange.error(error)
-        except ConnectionError:
-            _log.info("client_left", request=call_id, status=499)
-        except TimeoutError:
-            # Returning with the response unfinished makes the server close the connection.
-            _log.warning("reader_stalled", request=call_id, limit_s=limits.stall_timeout_s)
-
-    async def _answer(self, call: Call) -> None:
-        try:
-            await self._handler(call)
-        except PacelineError as error:
-            await call.exchange.error(error)
-        except (TimeoutError, ConnectionError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the API's boundary: an error body, never a cut
-            _log.exception("request_failed", request=call.id)
-            failure = PacelineError(ErrorKind.INTERNAL, f"internal error: {type(error).__name__}")
-            await call.exchange.error(failure)
+from paceline.gateway.service import Gateway, Session
+from paceline.gateway.streaming import frames, merged
 
 
 class OpenAiApi:
@@ -115,7 +47,7 @@ class OpenAiApi:
                 Route("/version", self._version),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={HTTPException: _http_error, PacelineError: paceline_error},
+            exception_handlers={HTTPException: http_error, PacelineError: paceline_error},
         )
 
     async def _chat(self, call: Call) -> None:
@@ -211,11 +143,11 @@ class OpenAiApi:
             echoed=echoed,
         )
         if body.stream:
-            await call.exchange.stream(_frames(session, form))
+            await call.exchange.stream(frames(session, form))
             return
         texts: dict[int, str] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        async for _, index, delta in _merged(session):
+        async for _, index, delta in merged(session):
             texts[index] = texts.get(index, "") + delta.text
             logprobs.setdefault(index, []).extend(delta.logprobs)
         await call.exchange.json(form.whole(texts, logprobs))
@@ -281,81 +213,3 @@ class OpenAiApi:
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
-async def _merged(session: Session) -> AsyncIterator[tuple[int, int, Delta]]:
-    """Output of all requests of a call as it comes: prompt, choice index in the call, delta.
-
-    Raises:
-        PacelineError: one of them failed.
-    """
-    if len(session.requests) == 1:
-        request = session.requests[0]
-        while deltas := await request.deltas():
-            for delta in deltas:
-                yield 0, delta.choice, delta
-        return
-    queue: asyncio.Queue[tuple[int, list[Delta] | PacelineError]] = asyncio.Queue()
-
-    async def follow(prompt: int) -> None:
-        deltas: list[Delta] | PacelineError = [Delta(0, 0)]
-        while deltas and not isinstance(deltas, PacelineError):
-            try:
-                deltas = await session.requests[prompt].deltas()
-            except PacelineError as error:
-                deltas = error
-            queue.put_nowait((prompt, deltas))
-
-    followers = [asyncio.create_task(follow(i)) for i in range(len(session.requests))]
-    try:
-        open_requests = len(followers)
-        while open_requests:
-            prompt, deltas = await queue.get()
-            if isinstance(deltas, PacelineError):
-                raise deltas
-            open_requests -= not deltas
-            for delta in deltas:
-                yield prompt, prompt * len(session.requests[0].choices) + delta.choice, delta
-    finally:
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
-
-
-async def _frames(session: Session, form: Format) -> AsyncIterator[bytes]:
-    """The events of a stream, ``[DONE]`` left out."""
-    left = sum(len(request.choices) for request in session.requests)
-    begun: set[int] = set()
-    async for prompt, index, delta in _merged(session):
-        data = b""
-        if index not in begun:
-            begun.add(index)
-            first = form.first(prompt, index)
-            data = b"" if first is None else frame(first)
-        left -= delta.finish is not None
-        data += b"".join(frame(chunk) for chunk in form.pieces(index, delta, last=left == 0))
-        if data:
-            yield data
-    usage = form.usage_chunk()
-    if usage is not None:
-        yield frame(usage)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    """Unknown paths and methods in the API's own form."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else "error"
-    code = "method_not_allowed" if status == 405 else ErrorKind.NOT_FOUND.value
-    kind = "invalid_request_error" if status == 405 else error_type(ErrorKind.NOT_FOUND)
-    body = {"error": {"message": detail, "type": kind, "param": None, "code": code}}
-    headers = error.headers if isinstance(error, HTTPException) else None
-    return JSONResponse(body, status_code=status, headers=headers)
-
-
-async def paceline_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, PacelineError):
-        raise error
-    content = dumps(error_body(error))
-    return Response(
-        content, http_status(error.kind), headers=error_headers(error), media_type="application/json"
-    )

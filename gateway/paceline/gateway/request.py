@@ -171,6 +171,7 @@ class GatewayRequest:
         self.choices = [Choice(i, job, codec) for i in range(job.sampling.n)]
         self.predicted = LatencyMs()
         self.epoch = 0
+        self.call_epoch = 0
         self.verifier_id = ""
         self.losses = 0
         self.refusals = 0

@@ -73,9 +73,9 @@ class Gateway:
             on_tokens=self._on_tokens,
             on_finished=self._on_finished,
         )
-        metrics.running.set_function(lambda: self.dispatcher.running)
-        metrics.waiting.set_function(lambda: len(self.dispatcher.live) - self.dispatcher.running)
-        metrics.leases.set_function(lambda: self.dispatcher.running)
+        metrics.running.set_function(lambda: len(self.dispatcher.running_ids))
+        metrics.waiting.set_function(lambda: len(self.dispatcher.live) - len(self.dispatcher.running_ids))
+        metrics.leases.set_function(lambda: len(self.dispatcher.running_ids))
         self._classes = {c.name: SloClass(c.name, c.ttft_ms, c.tpot_ms, c.priority) for c in settings.classes}
 
     @property

@@ -18,7 +18,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Takes new text and returns what is safe to send; sets ``stopped`` once a stop string is complete."""
+        """Takes new text, returns what is safe to send; ``stopped`` is set once a stop string is complete."""
         if self.stopped:
             return ""
         if not self._stops:

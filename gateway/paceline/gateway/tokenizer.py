@@ -30,7 +30,7 @@ class TextCodec:
     def __init__(self, files: ModelFiles) -> None:
         try:
             self._raw: Any = RawTokenizer.from_file(str(files.tokenizer_json))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise ConfigError(f"model: {files.tokenizer_json} cannot be read: {error}") from None
         # Padding and truncation are for training batches; some files carry them.
         self._raw.no_padding()
@@ -70,9 +70,7 @@ class TextCodec:
             final = messages[-1]["content"].strip()
             at = text.rfind(final)
             if at < 0:
-                raise invalid(
-                    "continue_final_message", "the template does not keep the last message as it is"
-                )
+                raise invalid("continue_final_message", "the template changes the last message")
             text = text[: at + len(final)]
         return text
 

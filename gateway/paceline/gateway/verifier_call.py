@@ -103,7 +103,7 @@ def _message(request: GatewayRequest, choice: Choice) -> verifier_pb2.VerifierGe
         speculation=speculation_to_proto(job.speculation),
         slo_class=slo_class_to_proto(job.slo),
         tenant=job.tenant,
-        grant_epoch=request.epoch,
+        grant_epoch=request.call_epoch,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
+
 from paceline.core.nullmodel import null_token
 from paceline.core.tokens import prefix_hash
 from paceline.drafter.null import NullKind

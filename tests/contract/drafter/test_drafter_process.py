@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+
 from paceline.core.tokens import prefix_hash
 from paceline.drafter.main import serve
 from paceline.v1 import (

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from paceline.core.tokens import prefix_hash
 from paceline.v1 import drafter_pb2
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from paceline.v1 import common_pb2, drafter_pb2
 
 OK = drafter_pb2.PROPOSAL_STATUS_OK

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+
 from paceline.core.errors import ConfigError
 from paceline.policy.fleet import Fleet
 from paceline.policy.main import serve

@@ -40,28 +40,17 @@ MODEL = "test-model"
 FINGERPRINT = "f" * 64
 
 
-@dataclass
-class Session:
-    generation: int
-    prompt_tokens: int
-    noise_key: int
-    tokens: list[int] = field(default_factory=list)
-
-
 class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
     """Drafts by the null rule; ``answer`` may be replaced. Counts what it saw and did."""
 
-    kind = "null"
-
     def __init__(self) -> None:
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, Any] = {}
         self.seen: Counter[str] = Counter()
-        self.asked = asyncio.Event()
         self.describe = worker_pb2.DescribeResponse(
             protocol=PROTOCOL_VERSION,
             role=worker_pb2.WORKER_ROLE_DRAFTER,
             state=worker_pb2.WORKER_STATE_READY,
-            engine=self.kind,
+            engine="null",
             vocab_size=VOCAB,
         )
         self.server = GrpcServer()
@@ -87,8 +76,11 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
             if chunk.offset == 0:
                 self.seen["open"] += 1
                 sampling = chunk.sampling
-                self.sessions[chunk.session_id] = Session(
-                    chunk.session_gen, sampling.prompt_tokens, sampling.noise_key
+                self.sessions[chunk.session_id] = SimpleNamespace(
+                    generation=chunk.session_gen,
+                    prompt_tokens=sampling.prompt_tokens,
+                    noise_key=sampling.noise_key,
+                    tokens=[],
                 )
             session = self.sessions[chunk.session_id]
             session.tokens += chunk.token_ids
@@ -102,7 +94,6 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
     async def Rounds(self, requests: Any, context: Any) -> AsyncIterator[drafter_pb2.RoundsResponse]:
         async for request in requests:
             self.seen["frames"] += 1
-            self.asked.set()
             proposals: list[drafter_pb2.SessionProposal] = []
             for commit in request.commits:
                 proposals += await self.answer(commit)
@@ -329,15 +320,9 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """What the test modules need from here (importlib mode keeps them from importing it)."""
-    return SimpleNamespace(
-        ScriptedDrafter=ScriptedDrafter,
-        request=request,
-        chain=chain,
-        collect=collect,
-        until=until,
-        check_receipt=check_receipt,
-        PROMPT=PROMPT,
-    )
+    kit = SimpleNamespace(request=request, chain=chain, collect=collect, until=until)
+    kit.ScriptedDrafter, kit.check_receipt = ScriptedDrafter, check_receipt
+    return kit
 
 
 @pytest.fixture

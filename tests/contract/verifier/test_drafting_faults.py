@@ -62,7 +62,7 @@ async def test_a_long_prompt_is_opened_in_chunks(kit: Any, start_drafter: Any, s
 
 
 async def test_an_adversary_costs_time_only(kit: Any, start_drafter: Any, start_verifier: Any) -> None:
-    class Adversary(kit.ScriptedDrafter):  # type: ignore[misc, name-defined]
+    class Adversary(kit.ScriptedDrafter):
         turn = 0
 
         async def answer(self, commit: Any) -> list[Any]:
@@ -161,7 +161,7 @@ async def test_late_proposals_are_trimmed(kit: Any, start_drafter: Any, start_ve
 async def test_a_frozen_drafter_is_lost_and_rounds_go_on(
     kit: Any, start_drafter: Any, start_verifier: Any
 ) -> None:
-    class Frozen(kit.ScriptedDrafter):  # type: ignore[misc, name-defined]
+    class Frozen(kit.ScriptedDrafter):
         async def answer(self, commit: Any) -> list[Any]:
             if self.seen["frames"] > 3:
                 self.seen["frozen"] += 1

@@ -164,11 +164,23 @@ async def test_abort_ends_the_stream_with_a_receipt(kit: Any, verifier: Any) -> 
     response = await verifier.stub.Abort(verifier_pb2.AbortRequest(request_id="r"))
     assert response.aborted == 1
     answer = await kit.collect(call)
+    assert answer.tokens == kit.chain(len(answer.tokens))
     assert answer.finished.reason == common_pb2.FINISH_REASON_CANCELLED
     kit.check_receipt(answer.finished.receipt)
     await asyncio.wait_for(verifier.process.steps.idle(), 20)
     verifier.check_idle()
     assert (await verifier.stub.Abort(verifier_pb2.AbortRequest(request_id="r"))).aborted == 0
+
+
+async def test_abort_of_one_choice_leaves_the_others(kit: Any, verifier: Any) -> None:
+    calls = [verifier.stub.Generate(kit.request(choice=i, max_tokens=3000)) for i in range(2)]
+    await asyncio.gather(*(anext(aiter(call)) for call in calls))
+    abort = verifier_pb2.AbortRequest(request_id="r", choice_index=1)
+    assert (await verifier.stub.Abort(abort)).aborted == 1
+    answers = await asyncio.gather(*(kit.collect(call) for call in calls))
+    reasons = [answer.finished.reason for answer in answers]
+    assert reasons == [common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CANCELLED]
+    verifier.check_idle()
 
 
 async def test_grants_are_fenced(kit: Any, verifier: Any) -> None:

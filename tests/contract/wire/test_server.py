@@ -6,6 +6,8 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire.admin import AdminServer
@@ -15,7 +17,6 @@ from paceline.wire.process import StartupError
 from paceline.wire.server import GrpcServer
 from paceline.wire.status import from_rpc_error, grpc_code, http_status
 from paceline.wire.worker import PROTOCOL_VERSION, WorkerServicer
-from prometheus_client import CollectorRegistry
 
 OVERLOADED = PacelineError(ErrorKind.OVERLOADED, "queue: full", field="queue", retry_after_s=1.5)
 

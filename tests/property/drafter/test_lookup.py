@@ -4,6 +4,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.core.types import SamplingParams
 from paceline.drafter.kinds import Ask, DraftSession, InlineKind, Proposal
 from paceline.drafter.ngram import NgramKind

@@ -5,6 +5,7 @@ from zlib import crc32
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paceline.core.types import SamplingParams
 from paceline.drafter.kinds import Ask, DraftSession
 from paceline.drafter.model import ModelKind

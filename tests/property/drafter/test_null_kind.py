@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.core.noise import noise_bits, noise_word
 from paceline.core.types import SamplingParams
 from paceline.drafter.kinds import Ask, DraftSession

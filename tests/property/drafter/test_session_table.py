@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.core.tokens import prefix_hash
 from paceline.core.types import SamplingParams
 from paceline.drafter.null import NullKind

@@ -7,6 +7,7 @@ from dataclasses import astuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paceline.policy.admin import fleet_json
 from paceline.policy.fleet import Fleet
 from paceline.policy.planner import Control

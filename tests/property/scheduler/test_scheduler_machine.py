@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from paceline.core.errors import PacelineError
 from paceline.core.nullmodel import null_token
 from paceline.core.sampling import accepted_length

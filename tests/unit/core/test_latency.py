@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+
 from paceline.core.latency import (
     Coefficients,
     RoundModel,

@@ -5,9 +5,10 @@ import math
 import struct
 
 import numpy as np
+from scipy import stats
+
 from paceline.core import noise
 from paceline.core.nullmodel import null_token
-from scipy import stats
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 

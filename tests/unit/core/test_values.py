@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.core.params import validate
 from paceline.core.sampling import accepted_length, trim

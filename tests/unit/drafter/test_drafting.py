@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+
 from paceline.core.tokens import prefix_hash
 from paceline.core.types import SamplingParams
 from paceline.drafter.kinds import Ask, Proposal

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from paceline.core.types import SamplingParams
 from paceline.drafter.kinds import Ask, DraftSession
 from paceline.drafter.main import DrafterProcess, build_kind
@@ -18,7 +20,6 @@ from paceline.engine.step import StepItem, StepPlan
 from paceline.wire.models import locate
 from paceline.wire.process import ProcessContext
 from paceline.wire.settings import DrafterSettings, Settings
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, KEY = 199, 0x1234_5678_9ABC_DEF0
 PROMPTS = [[5, 9, 13, 9, 5], [100] * 23, list(range(1, 40))]

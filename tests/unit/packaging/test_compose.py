@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from paceline.wire.addresses import Role, admin_port, connect_address, listen_port
 from paceline.wire.config import load_settings
 from paceline.wire.settings import Settings

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+
 from paceline.core.types import StepRecord, WorkerRole, WorkerState
 from paceline.policy.estimates import RoundCounts
 from paceline.policy.fleet import Fleet

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from paceline.policy.estimates import DecayedShare, PairEstimates, RoundCounts, conditional_trials
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.core.types import StepRecord, WorkerRole, WorkerState
 from paceline.policy.estimates import RoundCounts

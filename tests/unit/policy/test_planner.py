@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from paceline.core.errors import ConfigError
 from paceline.core.latency import StepTerms
 from paceline.policy.estimates import DraftTiming

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+
 from paceline.core.types import StepRecord
 from paceline.policy.regression import StepTimes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.core.nullmodel import null_token
 from paceline.core.types import SamplingParams
@@ -93,6 +94,25 @@ def test_prefix_cache_leaves_the_last_token_to_compute() -> None:
     scheduler.commit(plan.items[0], [7])
     scheduler.plan({})
     assert longer.cached_tokens == 64
+
+
+def test_a_block_is_reused_only_after_the_same_prefix() -> None:
+    scheduler = make()
+    blocks: dict[int, list[int]] = {}
+    for number, first in ((1, 0), (2, 500)):
+        one = sequence(number, 16, first=first)
+        one.tokens += range(2000, 2020)
+        one.prompt_tokens = len(one.tokens)
+        scheduler.add(one)
+        run(scheduler)
+        blocks[number] = one.blocks[:2]
+        scheduler.remove(one)
+    again = sequence(3, 16, first=500)
+    again.tokens += range(2000, 2020)
+    scheduler.add(again)
+    scheduler.plan({})
+    assert again.blocks[:2] == blocks[2]
+    assert not set(blocks[1]) & set(blocks[2])
 
 
 def test_without_the_cache_nothing_is_found() -> None:

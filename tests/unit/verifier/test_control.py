@@ -138,6 +138,7 @@ class FakeLink:
     def __init__(self, expected_s: float) -> None:
         self.id, self.kind, self.ready, self.responsive = "d0", "ngram", True, True
         self.expected_s = expected_s
+        self.acceptance = 0.5
         self.sessions = SimpleNamespace(
             max_context_tokens=0, ask=lambda *_: None, close=lambda _: None, open=lambda _: None
         )
@@ -150,7 +151,7 @@ class FakeLink:
 def asking(link: FakeLink, wait: str) -> tuple[Drafting, Any]:
     ticks = itertools.count()
     drafting = Drafting(
-        [link],  # type: ignore[list-item]
+        [link],
         lambda _: None,
         rule=DraftRule(),
         wait=wait,
@@ -163,7 +164,7 @@ def asking(link: FakeLink, wait: str) -> tuple[Drafting, Any]:
         sequence=SimpleNamespace(tokens=[1]),
         asked_tokens=0,
     )
-    drafting.ask(choice, 100)  # type: ignore[arg-type]
+    drafting.ask(choice, 100)
     assert choice.asked_tokens == 4
     return drafting, choice
 

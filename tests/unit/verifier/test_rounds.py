@@ -76,15 +76,19 @@ class Simulation:
         self.inbox = Inbox(self.receipt, self.tokens, 50, PrefixHashes(self.tokens))
 
     def arrive(self, back: int, right: int, wrong: list[int], bad_hash: bool, limit: int) -> None:
+        """``back`` tokens behind; below 0 the base lies in the future."""
         base = max(0, len(self.tokens) - back)
         digest = prefix_hash(self.tokens[:base]) ^ bad_hash
         done = base - 3
         proposal = self.right[done : done + right] if done >= 0 else []
-        self.inbox.arrive(base if back >= 0 else base, digest, proposal + wrong, limit)
+        self.inbox.arrive(base, digest, proposal + wrong, limit)
 
-    def round(self, budget: int, room: int) -> None:
+    def round(self, budget: int, room: int, meanwhile: list[Any]) -> None:
         draft = list(self.inbox.peek())[:budget]
         self.inbox.feed(len(draft))
+        for _, *arguments in meanwhile:
+            self.arrive(*arguments)
+            self.check()
         done = len(self.tokens) - 3
         chosen = self.right[done : done + len(draft) + 1]
         outcome = settle(
@@ -110,16 +114,17 @@ class Simulation:
         assert self.tokens == [5, 6, 7, *self.right[: len(self.tokens) - 3]]
 
 
+arrival = st.tuples(
+    st.just("arrive"),
+    st.integers(-2, 12),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 60), max_size=4),
+    st.booleans(),
+    st.integers(1, 8),
+)
 event = st.one_of(
-    st.tuples(
-        st.just("arrive"),
-        st.integers(-2, 12),
-        st.integers(0, 8),
-        st.lists(st.integers(0, 60), max_size=4),
-        st.booleans(),
-        st.integers(1, 8),
-    ),
-    st.tuples(st.just("round"), st.integers(0, 8), st.integers(1, 9)),
+    arrival,
+    st.tuples(st.just("round"), st.integers(0, 8), st.integers(1, 9), st.lists(arrival, max_size=2)),
 )
 
 
@@ -160,9 +165,21 @@ def test_stale_proposals_are_trimmed_or_dropped() -> None:
     assert (reason, list(inbox.peek()), inbox.receipt.late_tokens) == ("diverged", [], 2)
 
 
+def test_drafts_after_the_end_of_the_block_are_late() -> None:
+    _, inbox = arrived(4, [7, 8, 9, 9])
+    inbox.feed(4)
+    inbox.settled(2)
+    receipt = inbox.receipt
+    assert (receipt.drafted_tokens, receipt.verified_tokens, receipt.late_tokens) == (4, 2, 2)
+    _, inbox = arrived(4, [7, 8])
+    inbox.feed(1)
+    inbox.close()
+    assert (inbox.receipt.pruned_tokens, inbox.receipt.late_tokens) == (1, 1)
+
+
 def test_the_newest_base_wins() -> None:
     _, inbox = arrived(4, [7, 8])
-    inbox.tokens.append(7)  # type: ignore[attr-defined]
+    inbox.tokens.append(7)
     assert inbox.arrive(5, prefix_hash([1, 2, 3, 4, 7]), [8, 9], 8) is None
     assert inbox.receipt.late_tokens == 2
     assert inbox.arrive(4, prefix_hash([1, 2, 3, 4]), [7, 8], 8) == "superseded"

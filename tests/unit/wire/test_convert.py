@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.core.errors import PacelineError
 from paceline.core.types import (
     DraftPlan,

@@ -7,12 +7,13 @@ import socket
 from collections.abc import Sequence
 
 import uvicorn
-from paceline.wire.process import StartupError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+
+from paceline.wire.process import StartupError
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
+
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.wire.settings import Settings
 from paceline.wire.telemetry import configure_logging, get_logger

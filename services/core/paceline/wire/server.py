@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.wire.channels import MAX_MESSAGE_BYTES
 from paceline.wire.process import StartupError

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+
 from paceline.core.errors import ErrorKind, PacelineError
 
 DETAILS_KEY = "grpc-status-details-bin"

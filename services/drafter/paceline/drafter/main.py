@@ -8,6 +8,8 @@ import secrets
 import time
 from importlib import metadata
 
+from prometheus_client import CollectorRegistry, Counter
+
 from paceline.core.types import WorkerRole, WorkerState
 from paceline.drafter.kinds import DraftKind
 from paceline.drafter.ngram import NgramKind
@@ -28,7 +30,6 @@ from paceline.wire.process import ProcessContext
 from paceline.wire.server import GrpcServer
 from paceline.wire.settings import DrafterSettings, Settings
 from paceline.wire.worker import PROTOCOL_VERSION, WorkerServicer
-from prometheus_client import CollectorRegistry, Counter
 
 _STOP_GRACE_S = 1.0
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
+
 from paceline.v1 import policy_pb2, policy_pb2_grpc
 from paceline.wire.channels import open_channel
 from paceline.wire.telemetry import get_logger

@@ -178,8 +178,7 @@ class Scheduler:
         if self._prefix_cache:
             # The last token is always computed: its logits are needed.
             self._extend_hashes(entry, len(sequence.tokens) - 1)
-            usable = (len(sequence.tokens) - 1) // self.blocks.block_tokens
-            cached = self.blocks.match(entry.hashes[:usable])
+            cached = self.blocks.match(entry.hashes)
         needed = self.blocks.blocks_for(len(sequence.tokens)) - len(cached)
         if needed + self.blocks.unowned(cached) > self.blocks.free:
             return None

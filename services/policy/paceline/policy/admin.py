@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from paceline.core.errors import PacelineError
-from paceline.policy.fleet import Fleet
-from paceline.wire.status import error_body, http_status
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+
+from paceline.core.errors import PacelineError
+from paceline.policy.fleet import Fleet
+from paceline.wire.status import error_body, http_status
 
 
 def fleet_json(fleet: Fleet) -> dict[str, object]:

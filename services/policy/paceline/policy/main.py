@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+from prometheus_client import CollectorRegistry
+
 from paceline.policy.admin import FleetCollector, routes
 from paceline.policy.fleet import Fleet
 from paceline.policy.planner import Control
@@ -14,7 +16,6 @@ from paceline.wire.addresses import admin_port, listen_port
 from paceline.wire.admin import AdminServer
 from paceline.wire.process import ProcessContext
 from paceline.wire.server import GrpcServer
-from prometheus_client import CollectorRegistry
 
 STOP_GRACE_S = 1.0
 

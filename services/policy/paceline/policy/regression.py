@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+
 from paceline.core.latency import StepTerms
 from paceline.core.types import StepRecord
-from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 Array = npt.NDArray[np.float64]
 

@@ -106,7 +106,6 @@ class Choice:
     """Owned by the step loop; links add proposals to ``inbox``.
 
     Args:
-        committed: tokens taken over from a verifier that was lost; already part of the sequence.
         stop_ids: ids that end the choice.
     """
 
@@ -142,6 +141,7 @@ class Choice:
         self.times = Times(now_s)
         self.rounds: deque[RoundRecord] = deque(maxlen=MAX_ROUND_RECORDS)
         self._key: int | None = None
+        self._resumed_tokens = self.output_tokens
         self._round: tuple[int, int, str] = (0, 0, "")
 
     @property
@@ -240,11 +240,11 @@ class Choice:
         self.outbox.fail(error)
 
     def observed(self, now_s: float) -> LatencyMs:
-        """By this process's own clock; TPOT over the tokens after the first round's."""
+        """By this process's own clock; TPOT over the tokens after the first."""
         times = self.times
         first_step_s = times.first_step_s if times.first_step_s is not None else now_s
         first_token_s = times.first_token_s if times.first_token_s is not None else now_s
-        tokens = self.receipt.rounds + self.receipt.accepted_tokens - 1
+        tokens = self.output_tokens - self._resumed_tokens - 1
         tpot_s = (times.last_token_s - first_token_s) / tokens if tokens > 0 else 0.0
         return LatencyMs(
             queue_ms=(first_step_s - times.arrived_s) * 1e3,

@@ -15,7 +15,6 @@ from paceline.core.types import DraftPlan
 from paceline.verifier.choice import Choice
 from paceline.verifier.link import DrafterLink
 
-UNMEASURED_ACCEPTANCE = 0.5
 OVERDUE_SHARE = 0.25
 """An answer that is overdue is expected after this share of the usual time."""
 PATIENCE = 1.5
@@ -147,7 +146,7 @@ class Drafting:
             if expected_in_s is None:
                 continue
             plan = self._plans(link.id)
-            alpha = plan.acceptance if plan and plan.acceptance > 0.0 else UNMEASURED_ACCEPTANCE
+            alpha = plan.acceptance if plan and plan.acceptance > 0.0 else link.acceptance
             gain = expected_tokens(alpha, choice.asked_tokens) - 1.0
             arrives_s = max(expected_in_s, OVERDUE_SHARE * link.expected_s)
             awaited.append(_Awaited(choice, link, arrives_s, gain))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+
 from paceline.core.errors import ErrorKind, PacelineError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.verifier.choice import Choice
@@ -24,6 +25,9 @@ REMEMBERED_FRAMES = 64
 """Times of sent frames that are kept: a drafter may answer one frame in parts."""
 DESCRIBE_TIMEOUT_S = 2.0
 SMOOTHING = 0.2
+FIRST_ACCEPTANCE = 0.5
+ACCEPTANCE_SMOOTHING = 0.05
+"""For each verified token that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class DrafterLink:
         self.refusal: str | None = None
         self.expected_s = 0.0
         """Smoothed time from a frame to its answer."""
+        self.acceptance = FIRST_ACCEPTANCE
+        """Smoothed chance that a verified token is accepted given those before it."""
         self.answers = 0
         self.sessions = Sessions(stale, news)
         self._address = address
@@ -112,6 +118,12 @@ class DrafterLink:
         """Seconds until the answer to this choice's ask is expected (perhaps past); None without an ask."""
         asked_s = self.sessions.asked_at(choice, now_s)
         return None if asked_s is None else asked_s + self.expected_s - now_s
+
+    def verified(self, verified: int, accepted: int) -> None:
+        """Learns from a round; verified tokens after the first rejection say nothing."""
+        trials = min(verified, accepted + 1)
+        for index in range(trials):
+            self.acceptance += ACCEPTANCE_SMOOTHING * ((index < accepted) - self.acceptance)
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""

@@ -9,6 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
+from prometheus_client import CollectorRegistry
+
 from paceline.core.control import DraftRule
 from paceline.core.types import DraftPlan, WorkerRole, WorkerState
 from paceline.engine.null import NullRunner, TimedRunner
@@ -31,7 +33,6 @@ from paceline.wire.process import ProcessContext, StartupError
 from paceline.wire.server import GrpcServer
 from paceline.wire.settings import Settings, VerifierSettings
 from paceline.wire.worker import PROTOCOL_VERSION, WorkerServicer
-from prometheus_client import CollectorRegistry
 
 STOP_GRACE_S = 1.0
 

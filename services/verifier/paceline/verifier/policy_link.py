@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+
 from paceline.core.control import plan_fault
 from paceline.core.types import DraftPlan
 from paceline.v1 import policy_pb2, policy_pb2_grpc
@@ -106,6 +107,8 @@ class PolicyLink:
         return message
 
     async def _write(self, call: Any) -> None:
+        # What is reported is forgotten here, so only once somebody listens.
+        await call.wait_for_connection()
         while True:
             await call.write(self.next_report())
             await asyncio.sleep(self._interval_s)

@@ -100,7 +100,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         yield  # makes this an async generator, as the server expects of a stream
 
     async def Abort(self, request: verifier_pb2.AbortRequest, context: Any) -> verifier_pb2.AbortResponse:
-        choices = [choice for choice in self._live.values() if choice.request_id == request.request_id]
+        choices = [
+            choice
+            for choice in self._live.values()
+            if choice.request_id == request.request_id
+            and (not request.HasField("choice_index") or choice.choice_index == request.choice_index)
+        ]
         for choice in choices:
             self._steps.cancel(choice)
         return verifier_pb2.AbortResponse(aborted=len(choices))

@@ -272,6 +272,7 @@ class StepLoop:
         if link is not None:
             tally = self._reports.drafter(link.id, link.kind)
             tally.round(asked, outcome.verified, outcome.accepted, waited_s)
+            link.verified(outcome.verified, outcome.accepted)
         metrics = self._metrics
         metrics.draft_length.observe(outcome.verified)
         if outcome.verified:
