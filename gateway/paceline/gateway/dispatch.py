@@ -150,7 +150,8 @@ class Dispatcher:
         """Runs a granted request on its verifier; a loss gives it back to the queue."""
         if request.losses == request.refusals == 0:
             request.dispatch_s = time.monotonic()
-            self.background(self._predict(request))
+            if request.job.speculation.receipt:
+                self.background(self._predict(request))
         again = False
         try:
             outcomes = await self._generate(request, self._fleet.links.get(request.verifier_id))

@@ -25,6 +25,7 @@ PROBE_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 UNLIMITED_TOKENS = 2**31 - 1
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 _log = get_logger(__name__)
 
 
@@ -99,7 +100,10 @@ class WorkerLink:
             try:
                 fits = self._accept(await self._describe())
             except grpc.aio.AioRpcError as error:
-                self._lost(error.details() or error.code().name)
+                reason = error.details() or error.code().name
+                self._lost(reason)
+                if error.code() in _REFUSALS:
+                    self._refuse(reason)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
                 continue
@@ -175,14 +179,13 @@ class WorkerLink:
         elif self._expected is not None:
             reason = self._expected.mismatch(seen)
         if reason is not None:
-            if reason != self._refused:
-                _log.error("worker_refused", worker=self.id, address=self.address, reason=reason)
-            self._refused = reason
+            self._refuse(reason)
             self._lost(reason)
             return False
         before, self._refused = self.described, ""
         if before is not None and before.worker_incarnation != seen.worker_incarnation:
-            self._lost("restarted")
+            # Calls of the process before ended with its connection; those of this one must go on.
+            _log.warning("worker_restarted", worker=self.id)
             before = None
         if before is None:
             self.draining = False
@@ -191,6 +194,11 @@ class WorkerLink:
         if before is None or before.state != seen.state:
             self._on_change()
         return True
+
+    def _refuse(self, reason: str) -> None:
+        if reason != self._refused:
+            _log.error("worker_refused", worker=self.id, address=self.address, reason=reason)
+        self._refused = reason
 
     def _lost(self, reason: str) -> None:
         if self.described is None:

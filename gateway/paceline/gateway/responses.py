@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Format:
         self._session = session
         self._base = {
             "id": f"{self.prefix}{call_id}",
-            "created": gateway.created_s,
+            "created": int(time.time()),
             "model": gateway.model,
             "system_fingerprint": gateway.system_fingerprint,
         }

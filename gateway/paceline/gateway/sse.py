@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any
 
 from starlette.types import Message, Receive, Send
@@ -105,13 +106,14 @@ class Exchange:
         self.headers.update(error_headers(error))
         await self.json(error_body(error), http_status(error.kind))
 
-    async def stream(self, frames: AsyncIterator[bytes]) -> None:
+    async def stream(self, frames: AsyncGenerator[bytes, None]) -> None:
         """Sends events; headers go with the first one, so that an earlier failure is an HTTP error."""
-        async for data in frames:
-            if not self.started:
-                self.headers["cache-control"] = "no-cache"
-                await self._start(200, "text/event-stream; charset=utf-8", None)
-            await self._write({"type": "http.response.body", "body": data, "more_body": True})
+        async with contextlib.aclosing(frames):
+            async for data in frames:
+                if not self.started:
+                    self.headers["cache-control"] = "no-cache"
+                    await self._start(200, "text/event-stream; charset=utf-8", None)
+                await self._write({"type": "http.response.body", "body": data, "more_body": True})
         await self._write({"type": "http.response.body", "body": DONE})
 
     async def _disconnected(self) -> None:

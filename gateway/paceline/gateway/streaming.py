@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 
 from paceline.core.errors import PacelineError
 from paceline.gateway.request import Delta
@@ -12,7 +13,7 @@ from paceline.gateway.service import Session
 from paceline.gateway.sse import frame
 
 
-async def merged(session: Session) -> AsyncIterator[tuple[int, int, Delta]]:
+async def merged(session: Session) -> AsyncGenerator[tuple[int, int, Delta], None]:
     """Output of all requests of a call as it comes: prompt, choice index in the call, delta.
 
     Raises:
@@ -50,20 +51,21 @@ async def merged(session: Session) -> AsyncIterator[tuple[int, int, Delta]]:
         await asyncio.gather(*followers, return_exceptions=True)
 
 
-async def frames(session: Session, form: Format) -> AsyncIterator[bytes]:
+async def frames(session: Session, form: Format) -> AsyncGenerator[bytes, None]:
     """The events of a stream, ``[DONE]`` left out."""
     left = sum(len(request.choices) for request in session.requests)
     begun: set[int] = set()
-    async for prompt, index, delta in merged(session):
-        data = b""
-        if index not in begun:
-            begun.add(index)
-            first = form.first(prompt, index)
-            data = b"" if first is None else frame(first)
-        left -= delta.finish is not None
-        data += b"".join(frame(chunk) for chunk in form.pieces(index, delta, last=left == 0))
-        if data:
-            yield data
+    async with contextlib.aclosing(merged(session)) as output:
+        async for prompt, index, delta in output:
+            data = b""
+            if index not in begun:
+                begun.add(index)
+                first = form.first(prompt, index)
+                data = b"" if first is None else frame(first)
+            left -= delta.finish is not None
+            data += b"".join(frame(chunk) for chunk in form.pieces(index, delta, last=left == 0))
+            if data:
+                yield data
     usage = form.usage_chunk()
     if usage is not None:
         yield frame(usage)

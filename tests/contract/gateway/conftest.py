@@ -92,7 +92,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServicer):
         self.overlap_tokens = 0
         """Tokens sent again at the start of a resumed call."""
         self.error: grpc.StatusCode | None = None
-        self.aborted: set[str] = set()
+        self.aborted: set[tuple[str, int]] = set()
         self.max_sequences = 8
         self.fingerprint = files.tokenizer_fingerprint
         self.state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_READY
@@ -143,8 +143,11 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServicer):
             request.sampling.max_tokens,
         )
 
+    def is_aborted(self, request: verifier_pb2.VerifierGenerateRequest) -> bool:
+        return (request.request_id, request.choice_index) in self.aborted
+
     async def Abort(self, request: verifier_pb2.AbortRequest, context: Any) -> verifier_pb2.AbortResponse:
-        self.aborted.add(request.request_id)
+        self.aborted.add((request.request_id, request.choice_index))
         self.released.set()
         return verifier_pb2.AbortResponse(aborted=1)
 
@@ -163,11 +166,11 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServicer):
             tokens = self.output(request)
             at = max(0, len(request.committed_token_ids) - self.overlap_tokens)
             rounds = 0
-            while at < len(tokens) and request.request_id not in self.aborted:
+            while at < len(tokens) and not self.is_aborted(request):
                 if self.hold_after is not None and at >= self.hold_after:
                     self.held.set()
                     await self.released.wait()
-                    if request.request_id in self.aborted:
+                    if self.is_aborted(request):
                         break
                 piece = tokens[at : at + self.round_tokens]
                 committed = verifier_pb2.CommittedTokens(offset=at, token_ids=piece)
@@ -191,7 +194,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServicer):
         self, request: verifier_pb2.VerifierGenerateRequest, tokens: Sequence[int], rounds: int
     ) -> verifier_pb2.GenerateFinished:
         reason = common_pb2.FINISH_REASON_LENGTH
-        if request.request_id in self.aborted:
+        if self.is_aborted(request):
             reason = common_pb2.FINISH_REASON_CANCELLED
         elif tokens and tokens[-1] in self.files.eos_token_ids:
             reason = common_pb2.FINISH_REASON_STOP
@@ -289,7 +292,7 @@ async def start(tiny_model: Path, tmp_path: Path) -> AsyncIterator[Start]:
                     "model": {"target": str(tiny_model), "name": "tiny"},
                     "verifiers": tuple({"id": f.id, "addr": f.address} for f in fakes),
                     "drafters": (),
-                    "policy": {"addr": "127.0.0.1:1"},
+                    "policy": {"addr": gateway.pop("policy", "127.0.0.1:1")},
                     "queue": gateway.pop("queue", {}),
                     "classes": ({"name": "default"}, {"name": "batch", "priority": 5}),
                     "gateway": {"port": 0, "grace_s": 5.0, **gateway},

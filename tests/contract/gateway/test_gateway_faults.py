@@ -122,7 +122,7 @@ async def test_loss_after_headers_is_an_error_frame(start: Any) -> None:
     await verifier.held.wait()
     verifier.error = grpc.StatusCode.UNAVAILABLE
     # The call that runs ends as if its verifier stopped; the next ones fail at once.
-    verifier.aborted.add(verifier.calls[0].request.request_id)
+    verifier.aborted.add((verifier.calls[0].request.request_id, 0))
     verifier.released.set()
     chunks = await stream
     assert chunks[-2]["error"]["code"] == "unavailable"
