@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from paceline.wire.status import grpc_code, trailing_metadata
 from paceline.wire.telemetry import get_logger
 
 _log = get_logger(__name__)
+
+STOP_SLACK_S = 5.0
 
 
 class _Malformed:
@@ -169,5 +172,10 @@ class GrpcServer:
             await self._health.set(service, status)
 
     async def stop(self, grace_s: float) -> None:
+        """Ends running calls after ``grace_s``; returns soon after, even if one will not end."""
         await self._health.enter_graceful_shutdown()
-        await self.grpc.stop(grace_s)
+        try:
+            async with asyncio.timeout(grace_s + STOP_SLACK_S):
+                await self.grpc.stop(grace_s)
+        except TimeoutError:
+            _log.error("grpc_stop_timed_out", grace_s=grace_s)
