@@ -7,7 +7,6 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 
-import redis.asyncio
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ErrorKind, PacelineError
@@ -16,7 +15,7 @@ from paceline.gateway.fleet import Expected, Fleet
 from paceline.gateway.grpc_api import SERVICE, InferenceServicer
 from paceline.gateway.openai_http import OpenAiApi
 from paceline.gateway.policy_link import PolicyLink
-from paceline.gateway.queue import AdmissionQueue, EmbeddedRedis
+from paceline.gateway.queue import AdmissionQueue, EmbeddedRedis, connect
 from paceline.gateway.service import DRAIN_RETRY_AFTER_S, Gateway
 from paceline.v1 import inference_pb2_grpc
 from paceline.wire.addresses import connect_address
@@ -29,8 +28,6 @@ from paceline.wire.settings import GatewaySettings, Settings
 from paceline.wire.telemetry import get_logger
 
 FIRST_VERIFIER_TIMEOUT_S = 300.0
-COMMAND_TIMEOUT_S = 5.0
-"""Above the longest blocking read of the queue."""
 _PROGRESS_S = 5.0
 _DEFAULT_PORT, _DEFAULT_GRPC_PORT, _DEFAULT_ADMIN_PORT = 8000, 8001, 9000
 _STOP_GRACE_S = 1.0
@@ -93,9 +90,7 @@ async def _queue(context: ProcessContext) -> AsyncIterator[tuple[str, AdmissionQ
         url = settings.queue.url
         if not url:
             url = (await stack.enter_async_context(EmbeddedRedis(context.run_dir))).url
-        client = redis.asyncio.Redis.from_url(
-            url, socket_timeout=COMMAND_TIMEOUT_S, socket_connect_timeout=COMMAND_TIMEOUT_S
-        )
+        client = connect(url)
         stack.push_async_callback(client.aclose)
         queue = AdmissionQueue(
             client,

@@ -17,6 +17,7 @@ from paceline.core.errors import PacelineError, invalid
 from paceline.core.types import TokenLogprobs
 from paceline.gateway import schema
 from paceline.gateway.endpoint import Call, Endpoint, Handler, http_error, paceline_error
+from paceline.gateway.openapi import document
 from paceline.gateway.responses import ChatFormat, CompletionFormat, Format
 from paceline.gateway.service import Gateway, Session
 from paceline.gateway.streaming import frames, merged
@@ -46,6 +47,7 @@ class OpenAiApi:
                 Route("/readiness", self._ready),
                 Route("/version", self._version),
                 Route("/metrics", self._metrics),
+                Route("/openapi.json", self._openapi),
             ],
             exception_handlers={HTTPException: http_error, PacelineError: paceline_error},
         )
@@ -210,6 +212,9 @@ class OpenAiApi:
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": metadata.version("paceline")})
+
+    async def _openapi(self, _: Request) -> Response:
+        return JSONResponse(document(self._gateway.model))
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from paceline.core.errors import ErrorKind, PacelineError, invalid
 from paceline.core.params import validate
@@ -81,6 +82,19 @@ def _bias(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+_TEXTS_JSON = {"type": "array", "items": {"type": "string"}}
+_IDS_JSON = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_STOP_JSON = {"anyOf": [{"type": "string"}, _TEXTS_JSON, {"type": "null"}]}
+_PROMPT_JSON = {"anyOf": [{"type": "string"}, _TEXTS_JSON, _IDS_JSON, {"type": "array", "items": _IDS_JSON}]}
+_PART_JSON = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT_JSON = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_JSON}]}
+
+
 class Generation(_Body):
     """What both endpoints share."""
 
@@ -92,7 +106,7 @@ class Generation(_Body):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stops)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOP_JSON)] = None
     stop_token_ids: list[int] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -111,8 +125,9 @@ class Generation(_Body):
     def limit_tokens(self) -> int | None:
         return self.max_tokens
 
+    @abstractmethod
     def top_count(self) -> int | None:
-        raise NotImplementedError
+        """Top logprobs wanted a token; None for no logprobs."""
 
     def sampling(self, *, vocab_size: int, max_n: int) -> SamplingParams:
         """Raises PacelineError naming the field out of its limits."""
@@ -166,7 +181,7 @@ def _content(value: Any) -> Any:
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_JSON)]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -231,7 +246,7 @@ def _prompts(value: Any) -> Any:
 
 
 class CompletionBody(Generation):
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPT_JSON)]
     logprobs: int | None = None
     echo: bool | None = None
 

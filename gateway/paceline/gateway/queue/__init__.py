@@ -2,6 +2,7 @@
 
 from paceline.gateway.queue.admission import AdmissionQueue
 from paceline.gateway.queue.embedded import EmbeddedRedis
+from paceline.gateway.queue.server import connect
 from paceline.gateway.queue.values import Grant, Lease, QueueDepth, Ticket, WorkerCredit
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "QueueDepth",
     "Ticket",
     "WorkerCredit",
+    "connect",
 ]

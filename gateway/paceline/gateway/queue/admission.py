@@ -15,24 +15,15 @@ from typing import Any, cast
 
 import redis.asyncio as redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
 
-from paceline.core.errors import ConfigError, ErrorKind, PacelineError
+from paceline.core.errors import ErrorKind, PacelineError
+from paceline.gateway.queue.server import COMMAND_TIMEOUT_S, check, server_errors
 from paceline.gateway.queue.values import Grant, Lease, QueueDepth, Ticket, WorkerCredit
 
 _SCRIPTS = ("reserve", "enqueue", "grant", "extend", "finish", "nack", "reap", "depth")
-OUTAGE_RETRY_S = 2.0
 HEARTBEAT_EXPIRY_S = 5.0
 MIN_RETRY_S = 1.0
 RATE_WINDOW_S = 10.0
-
-
-def _unavailable(error: Exception) -> PacelineError:
-    return PacelineError(
-        ErrorKind.UNAVAILABLE,
-        f"the admission queue does not answer ({type(error).__name__})",
-        retry_after_s=OUTAGE_RETRY_S,
-    )
 
 
 class AdmissionQueue:
@@ -75,14 +66,8 @@ class AdmissionQueue:
         """Tests set the clock of the scripts; 0 is Redis' own."""
 
     async def check_server(self) -> None:
-        """Raises ConfigError unless the server keeps what it is given (``maxmemory-policy noeviction``)."""
-        try:
-            await self._client.ping()
-            policy = (await self._client.config_get("maxmemory-policy")).get("maxmemory-policy")
-        except RedisError as error:
-            raise _unavailable(error) from None
-        if policy != "noeviction":
-            raise ConfigError(f"queue.url: the server's maxmemory-policy is {policy}, want noeviction")
+        """Raises ConfigError unless the server can hold the queue (`server.check`)."""
+        await check(self._client)
 
     async def reserve(self, request_id: str, sequences: int, timeout_s: float = 10) -> None:
         """Takes a slot before the prompt is tokenized.
@@ -126,23 +111,19 @@ class AdmissionQueue:
     async def next_grants(self, timeout_s: float) -> list[Grant]:
         """This owner's grants, waiting up to ``timeout_s`` for the first."""
         key = f"{self._prefix}:grants:{self.owner}"
-        try:
+        async with server_errors(timeout_s + COMMAND_TIMEOUT_S):
             first = await cast("Awaitable[Any]", self._client.blpop([key], timeout=timeout_s))
             if first is None:
                 return []
             more = await cast("Awaitable[Any]", self._client.lpop(key, 1000))
-        except RedisError as error:
-            raise _unavailable(error) from None
         return [Grant(*json.loads(row)) for row in (first[1], *(more or ()))]
 
     async def heartbeat(self) -> None:
         """Says that this owner lives; without it, its requests are skipped after 5 s."""
-        try:
+        async with server_errors():
             await self._client.set(
                 f"{self._prefix}:owner:{self.owner}", "1", px=int(HEARTBEAT_EXPIRY_S * 1000)
             )
-        except RedisError as error:
-            raise _unavailable(error) from None
 
     async def extend(self, leases: Sequence[Lease]) -> None:
         """Renews leases, writing those anew that Redis has lost."""
@@ -177,10 +158,8 @@ class AdmissionQueue:
         return QueueDepth(int(waiting), int(tokens), int(reserved), int(leases), by_class)
 
     async def _run(self, name: str, *arguments: str | int | float) -> Any:
-        try:
+        async with server_errors():
             return await self._scripts[name](keys=[self._prefix], args=[self.now_ms, *arguments])
-        except RedisError as error:
-            raise _unavailable(error) from None
 
     def _refuse(self, status: bytes, request_id: str, depth: int, limit: str) -> None:
         if status == b"exists":
