@@ -32,7 +32,7 @@ interop: $(READY)
 # On a machine with a GPU `device: auto` takes it, so these tests then run there.
 gpu-check: $(READY)
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "no GPU found")'
-	$(VENV)/bin/pytest -q tests/unit/engine tests/system
+	$(VENV)/bin/pytest -q tests/unit/engine_torch tests/system
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -55,7 +55,7 @@ class Dispatcher:
         self._on_finished = on_finished
         self._loops = QueueLoops(queue, fleet, policy, self, lease_s=lease_s)
         self._live: dict[str, GatewayRequest] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[bool]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,7 +108,10 @@ class Dispatcher:
         request.epoch, request.verifier_id, request.queued = grant.epoch, grant.verifier_id, False
         # A queue that was emptied counts from the start again; verifiers refuse what is older.
         request.call_epoch = max(grant.epoch, request.call_epoch + 1)
-        self._running[grant.request_id] = asyncio.create_task(self._serve(request))
+        task = asyncio.create_task(self._serve(request))
+        self._running[grant.request_id] = task
+        # Not in a `finally` of the task: one that is cancelled before its first step never runs any.
+        task.add_done_callback(lambda done: self._served(request, done))
 
     def expired(self, request: GatewayRequest) -> None:
         """Ends a request that waited as long as it may."""
@@ -146,49 +149,55 @@ class Dispatcher:
 
         task.add_done_callback(done)
 
-    async def _serve(self, request: GatewayRequest) -> None:
-        """Runs a granted request on its verifier; a loss gives it back to the queue."""
+    async def _serve(self, request: GatewayRequest) -> bool:
+        """Runs a granted request on its verifier; True if it must go back to the queue."""
         if request.losses == request.refusals == 0:
             request.dispatch_s = time.monotonic()
             if request.job.speculation.receipt:
                 self.background(self._predict(request))
-        again = False
         try:
             outcomes = await self._generate(request, self._fleet.links.get(request.verifier_id))
             request.losses += _Outcome.LOST in outcomes
             request.refusals += _Outcome.REFUSED in outcomes
-            again = not request.finished
-            if again and (request.losses > MAX_LOSSES or request.refusals > MAX_REFUSALS):
-                again = False
-                request.fail(
-                    PacelineError(
-                        ErrorKind.UNAVAILABLE,
-                        f"{request.losses} verifiers were lost under this request",
-                        retry_after_s=RETRY_AFTER_S,
-                    )
-                )
+            if request.finished:
+                return False
+            if request.losses <= MAX_LOSSES and request.refusals <= MAX_REFUSALS:
+                return True
+            reason = (
+                f"{request.losses} verifiers were lost under this request"
+                if request.losses > MAX_LOSSES
+                else f"verifiers refused this request {request.refusals} times"
+            )
+            request.fail(PacelineError(ErrorKind.UNAVAILABLE, reason, retry_after_s=RETRY_AFTER_S))
         except PacelineError as error:
             request.fail(error)
         except Exception as error:  # noqa: BLE001 - the request's boundary: it must get its terminal event
             _log.exception("request_failed", request=request.job.request_id)
             request.fail(PacelineError(ErrorKind.INTERNAL, f"internal error: {type(error).__name__}"))
-        finally:
-            self._running.pop(request.job.request_id, None)
-            if again:
-                self.background(self._requeue(request))
-            else:
-                request.fail(PacelineError(ErrorKind.CANCELLED, "the request was cancelled"))
-                self._close(request)
-                self.background(self._queue.ack(request.job.request_id, served_tokens=request.served_tokens))
-            self._fleet.changed.set()
+        return False
+
+    def _served(self, request: GatewayRequest, task: asyncio.Task[bool]) -> None:
+        self._running.pop(request.job.request_id, None)
+        if not task.cancelled() and task.result():
+            self.background(self._requeue(request))
+        else:
+            request.fail(PacelineError(ErrorKind.CANCELLED, "the request was cancelled"))
+            self._close(request)
+            self.background(self._queue.ack(request.job.request_id, served_tokens=request.served_tokens))
+        self._fleet.changed.set()
 
     async def _requeue(self, request: GatewayRequest) -> None:
         request_id, avoid = request.job.request_id, request.verifier_id
         _log.warning("request_resumes", request=request_id, lost=avoid, losses=request.losses)
         # Where nobody else can take it, the same verifier may have come back.
         alternatives = any(link.id != avoid for link in self._fleet.grantable)
+        if request.refusals:
+            # Busy verifiers need a moment; without a pause the refusals are used up at once.
+            await asyncio.sleep(min(1.0, 0.02 * 2**request.refusals))
+        if request.closed:
+            return
         request.queued_s = time.monotonic()
-        epoch = request.epoch
+        request.queued = True  # until `granted`, which may come before the call below returns
         try:
             if not await self._queue.nack(request_id, avoid=avoid if alternatives else ""):
                 await self._queue.enqueue(self._loops.ticket(request))
@@ -202,7 +211,8 @@ class Dispatcher:
             )
             self._close(request)
             return
-        request.queued = request.epoch == epoch
+        if request.closed:
+            await self._queue.cancel(request_id)
         self._fleet.changed.set()
 
     async def _generate(self, request: GatewayRequest, link: WorkerLink | None) -> set[_Outcome]:
@@ -239,7 +249,10 @@ class Dispatcher:
         except LostError as error:
             _log.warning("verifier_lost", request=request.job.request_id, verifier=link.id, reason=str(error))
             link.suspect()
-            return _Outcome.LOST
+            end = choice.reached_end
+            if end is None:
+                return _Outcome.LOST
+            reason = end
         delta = choice.end(reason)
         choice.observe(request.job, request.arrival_s, request.dispatch_s, request.predicted)
         request.put(delta)

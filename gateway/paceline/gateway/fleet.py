@@ -18,6 +18,7 @@ from paceline.wire.channels import open_channel
 from paceline.wire.convert import worker_role_from_proto, worker_state_from_proto
 from paceline.wire.models import ModelFiles
 from paceline.wire.status import from_rpc_error
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 from paceline.wire.worker import PROTOCOL_VERSION
 
@@ -100,6 +101,7 @@ class WorkerLink:
             try:
                 fits = self._accept(await self._describe())
             except grpc.aio.AioRpcError as error:
+                end_if_cancelled()
                 reason = error.details() or error.code().name
                 self._lost(reason)
                 if error.code() in _REFUSALS:
@@ -141,7 +143,9 @@ class WorkerLink:
         """Takes the worker out of service; returns unfinished work after ``grace_s``."""
         self.draining = True
         self._on_change()
-        response = await self._ask(self._worker.Drain(worker_pb2.DrainRequest(grace_s=grace_s)))
+        response = await self._ask(
+            self._worker.Drain(worker_pb2.DrainRequest(grace_s=grace_s), timeout=grace_s + PROBE_TIMEOUT_S)
+        )
         return int(response.unfinished)
 
     async def set_testing(self, request: worker_pb2.SetTestingRequest) -> None:

@@ -12,6 +12,7 @@ import grpc
 from paceline.core.types import LatencyMs
 from paceline.v1 import policy_pb2, policy_pb2_grpc
 from paceline.wire.channels import open_channel
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 
 ANSWER_TIMEOUT_S = 0.5
@@ -73,6 +74,7 @@ class PolicyLink:
                 reason = error.details() or error.code().name
             finally:
                 call.cancel()
+            end_if_cancelled()
             if self.connected:
                 _log.warning("policy_lost", reason=reason)
             self.connected = False

@@ -13,6 +13,7 @@ from paceline.gateway.fleet import Fleet, kv_tokens, sequences
 from paceline.gateway.policy_link import PolicyLink
 from paceline.gateway.queue import AdmissionQueue, Grant, Lease, Ticket, WorkerCredit
 from paceline.gateway.request import GatewayRequest
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 
 POLL_S = 0.1
@@ -80,6 +81,7 @@ class QueueLoops:
             try:
                 await loop()
             except Exception as error:  # noqa: BLE001 - a loop's boundary: the queue may be gone for a while
+                end_if_cancelled()
                 _log.error("queue_loop_failed", loop=name, reason=str(error), kind=type(error).__name__)
                 await asyncio.sleep(RECOVERY_S)
 
@@ -144,9 +146,9 @@ class QueueLoops:
         )
 
     async def _restore(self) -> None:
-        """Puts waiting requests back that the server lost; it knows fewer than this gateway then.
+        """Puts waiting requests back that the server lost.
 
-        Grants on their way look the same for a moment: only requests that were missed twice are put back.
+        One on its way to the server looks the same for a moment: only those missed twice are put back.
         """
         lost = await self._missed()
         if not lost:
@@ -163,10 +165,9 @@ class QueueLoops:
         self._fleet.changed.set()
 
     async def _missed(self) -> list[GatewayRequest]:
-        waiting = [request for request in self._owner.live.values() if request.queued]
-        if not waiting or (await self._queue.depth()).waiting_requests >= len(waiting):
-            return []
-        return waiting
+        waiting = {i: request for i, request in self._owner.live.items() if request.queued}
+        lost = await self._queue.missing(list(waiting)) if waiting else []
+        return [waiting[i] for i in lost]
 
     async def _reap(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,7 @@ class Choice:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self._min_tokens = job.sampling.min_tokens
+        self._max_tokens = sys.maxsize if job.sampling.max_tokens is None else job.sampling.max_tokens
         self._stop_ids = frozenset(job.sampling.stop_token_ids) | (
             frozenset() if job.sampling.ignore_eos else codec.eos_token_ids
         )
@@ -126,6 +128,17 @@ class Choice:
         self.finish = FinishReason.STOP if self.stopped_by_text else reason
         delta.finish = self.finish
         return delta
+
+    @property
+    def reached_end(self) -> FinishReason | None:
+        """Why the tokens committed so far are the whole answer; None if more must follow.
+
+        A verifier may be lost between an answer's last token and its finish.
+        """
+        stopped = bool(self.token_ids) and self.token_ids[-1] in self._stop_ids
+        if self.stopped_by_text or (stopped and len(self.token_ids) > self._min_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self._max_tokens else None
 
     def took_over(self, receipt: Receipt) -> None:
         """Accounts for a verifier's part of this choice."""

@@ -115,7 +115,11 @@ class Format:
         if not self._include_usage:
             return None
         usage = usage_json(self._session.usage())
-        return {**self._base, "object": self.chunk_object, "choices": [], "usage": usage}
+        chunk: JSON = {**self._base, "object": self.chunk_object, "choices": [], "usage": usage}
+        if self._receipt:
+            # The stream's last chunk has the receipt; readers that skip chunks without choices had it before.
+            chunk["speculation"] = receipts(self._session.requests)
+        return chunk
 
     def _chunk(self, index: int, text: str | None, delta: Delta, finish: str | None) -> JSON:
         choice: JSON = {

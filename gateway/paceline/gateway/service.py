@@ -64,7 +64,8 @@ class Gateway:
         self.system_fingerprint = f"fp_{expected.files.tokenizer_fingerprint[:12]}"
         self.draining = False
         self.finished: OrderedDict[str, GatewayRequest] = OrderedDict()
-        self.open_ids: set[str] = set()
+        self.open_calls: dict[str, list[str]] = {}
+        """Ids of the requests of every API call that is being answered, by the id its client knows."""
         self.dispatcher = Dispatcher(
             queue,
             fleet,
@@ -102,10 +103,10 @@ class Gateway:
     def session(self, base_id: str, prompts: int, choices: int) -> Session:
         """Slots for ``prompts`` requests of ``choices`` choices each; use as an async context manager."""
         ids = [base_id] if prompts == 1 else [f"{base_id}-{i}" for i in range(prompts)]
-        return Session(self, ids, choices)
+        return Session(self, base_id, ids, choices)
 
     def check_speculation(self, options: SpeculationOptions) -> None:
-        known = {drafter.id for drafter in self.settings.drafters}
+        known = {name for drafter in self.settings.drafters for name in (drafter.id, drafter.kind)}
         if options.drafter and options.drafter not in known:
             raise invalid("speculation.drafter", f"must be one of: {', '.join(sorted(known)) or '(none)'}")
 
@@ -153,7 +154,7 @@ class Gateway:
     def cancel(self, base_id: str) -> bool:
         """Ends a live request by the id its client knows; False if there is none."""
         live = self.dispatcher.live
-        found = [r for key, r in live.items() if key == base_id or key.startswith(f"{base_id}-")]
+        found = [live[key] for key in self.open_calls.get(base_id, ()) if key in live]
         for request in found:
             self.dispatcher.cancel(request)
         return bool(found)
@@ -195,8 +196,9 @@ class Gateway:
 class Session:
     """The queue slots of one API call. Leaving it ends whatever is unfinished, everywhere."""
 
-    def __init__(self, gateway: Gateway, ids: Sequence[str], choices: int) -> None:
+    def __init__(self, gateway: Gateway, base_id: str, ids: Sequence[str], choices: int) -> None:
         self.ids = list(ids)
+        self._base_id = base_id
         self.requests: list[GatewayRequest] = []
         self._gateway = gateway
         self._choices = choices
@@ -213,12 +215,12 @@ class Session:
             raise PacelineError(
                 ErrorKind.UNAVAILABLE, "no verifier is connected", retry_after_s=RETRY_AFTER_S
             )
-        for job_id in self.ids:
-            if job_id in gateway.open_ids:
-                raise PacelineError(
-                    ErrorKind.ALREADY_EXISTS, f"request id {job_id!r} is in use", field="x-request-id"
-                )
-        gateway.open_ids.update(self.ids)
+        in_use = {job_id for ids in gateway.open_calls.values() for job_id in ids}
+        if self._base_id in gateway.open_calls or in_use.intersection(self.ids):
+            raise PacelineError(
+                ErrorKind.ALREADY_EXISTS, f"request id {self._base_id!r} is in use", field="x-request-id"
+            )
+        gateway.open_calls[self._base_id] = self.ids
         try:
             for job_id in self.ids:
                 self._reserved.append(job_id)
@@ -255,4 +257,4 @@ class Session:
             dispatcher.cancel(request)
         for job_id in self._reserved:
             dispatcher.background(self._gateway.queue.cancel(job_id))
-        self._gateway.open_ids.difference_update(self.ids)
+        self._gateway.open_calls.pop(self._base_id, None)

@@ -96,6 +96,7 @@ async def test_chat_stream_is_the_same_answer(start: Any) -> None:
     usage = chunks.pop()
     assert usage["choices"] == []
     assert usage["usage"] == whole["usage"]
+    assert usage["speculation"] == chunks[-1]["speculation"]
     assert whole["usage"]["completion_tokens"] == 40
     assert all(chunk["usage"] is None for chunk in chunks)
     assert [r["seed"] for r in chunks[-1]["speculation"]] == [4, 4]

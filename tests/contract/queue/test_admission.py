@@ -227,3 +227,31 @@ async def test_a_lost_server_is_unavailable_not_a_crash(tmp_path: object) -> Non
         assert caught.value.kind is ErrorKind.UNAVAILABLE
         assert caught.value.retry_after_s
     await client.aclose()
+
+
+async def test_another_owner_cannot_end_a_request(queue: AdmissionQueue, client: redis.Redis) -> None:
+    other = AdmissionQueue(client, model="m", owner="g2", max_requests=4, max_tokens=1000, lease_s=10)
+    await queue.enqueue(ticket("a"))
+    assert not await other.cancel("a")
+    await queue.grant([V0])
+    await other.ack("a", served_tokens=1)
+    assert (await queue.depth()).leases == 1
+    assert await queue.cancel("a")
+
+
+async def test_missing_tells_what_the_server_lost(queue: AdmissionQueue, client: redis.Redis) -> None:
+    await queue.enqueue(ticket("a"))
+    assert await queue.missing(["a", "b"]) == ["b"]
+    await client.flushall()
+    assert await queue.missing(["a", "b"]) == ["a", "b"]
+
+
+async def test_a_request_that_fits_no_worker_takes_a_whole_one(queue: AdmissionQueue) -> None:
+    await queue.enqueue(ticket("huge", sequences=9, kv_tokens=900, deadline_s=1))
+    await queue.enqueue(ticket("next", deadline_s=2))
+    small = WorkerCredit("v0", 2, 500)
+    assert await queue.grant([small]) == 1
+    assert await queue.grant([small]) == 0
+    await queue.ack("huge", served_tokens=1)
+    assert await queue.grant([small]) == 1
+    assert [g.request_id for g in await queue.next_grants(1)] == ["huge", "next"]

@@ -20,9 +20,10 @@ from paceline.wire.config import load_settings
 from paceline.wire.settings import Settings
 
 
-def counting(start: int = 20_000) -> Callable[[], int]:
+def counting(start: int = 20_000) -> Callable[[int], int]:
+    """Nobody has the wanted port, so it is given."""
     ports = iter(range(start, start + 1000))
-    return lambda: next(ports)
+    return lambda wanted: wanted or next(ports)
 
 
 def loaded(*assignments: str) -> Settings:
@@ -32,6 +33,17 @@ def loaded(*assignments: str) -> Settings:
 def test_the_default_gateway_has_its_documented_ports() -> None:
     gateway = resolve(loaded(), counting(), "unix:///s").gateway
     assert (gateway.port, gateway.grpc_port, gateway.admin_port) == (8000, 8001, 9000)
+
+
+def test_beside_the_default_gateway_the_first_workers_have_theirs() -> None:
+    settings = resolve(loaded("verifiers=[{id: a}, {id: b}]"), counting(), "")
+    first, second = settings.verifiers
+    assert (first.port, first.admin_port) == (50051, 9051)
+    assert second.port not in (None, 50051)
+    assert (settings.drafters[0].port, settings.drafters[0].admin_port) == (50052, 9052)
+    assert (settings.policy.port, settings.policy.admin_port) == (50053, 9053)
+    elsewhere = resolve(loaded("gateway.port=7000"), counting(), "")
+    assert elsewhere.verifiers[0].port not in (None, 50051)
 
 
 def test_another_http_port_gets_free_ones_beside_it() -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from paceline.core.errors import ConfigError
 from paceline.wire.addresses import admin_port, connect_address, listen_port
-from paceline.wire.config import is_setting, load_settings
+from paceline.wire.config import check_servable, is_setting, load_settings
 from paceline.wire.settings import Settings
 
 
@@ -222,3 +222,38 @@ def test_addresses() -> None:
     assert connect_address(b, "verifier") == "127.0.0.1:7000"
     assert connect_address(c, "verifier") == "far:7002"
     assert listen_port(settings.policy, "policy") == 50053
+
+
+@pytest.mark.parametrize(
+    ("assignment", "named"),
+    [
+        ("tls.cert=/c.pem", "tls.cert"),
+        ("tenants.file=/t.yaml", "tenants.file"),
+        ("speculation.mode=rejection", "speculation.mode: rejection"),
+        ("control.kind=adaspec", "control.kind: adaspec"),
+        ("engine.engine=vllm", "verifiers.v0.engine: vllm"),
+        ("control.kind=fixed", "control.arg"),
+    ],
+)
+def test_a_valid_value_that_cannot_be_served_is_refused_at_start_only(assignment: str, named: str) -> None:
+    settings = load_settings(assignments=[assignment], environ={})
+    with pytest.raises(ConfigError, match=named):
+        check_servable(settings)
+
+
+def test_values_without_effect_are_told() -> None:
+    assert check_servable(Settings()) == []
+    settings = load_settings(
+        assignments=[
+            "speculation.draft_ahead=true",
+            "engine.compile=true",
+            "classes=[{name: a, reserved_share: 0.5, shed_order: 1}]",
+        ],
+        environ={},
+    )
+    assert sorted(check_servable(settings)) == [
+        "classes.a.reserved_share",
+        "classes.a.shed_order",
+        "speculation.draft_ahead",
+        "verifiers.v0.compile",
+    ]

@@ -232,7 +232,7 @@ def test_unknown_names_are_not_found() -> None:
 
 def test_finished_requests_set_the_mean_workload() -> None:
     fleet = Fleet(Control(enabled=False), clock=Clock())
-    finished = tuple(FinishedRequest(1000, 50, 0.1, 1.0) for _ in range(300))
+    finished = tuple(FinishedRequest(1000, 50, 0.1, 1.0, "gold") for _ in range(300))
     fleet.observe(report(base_s=0.02, accepted=80, requests=finished), LINK)
     worker = fleet.workers["v0"]
     assert worker.prompt_tokens == pytest.approx(1000, rel=0.01)

@@ -57,3 +57,17 @@ def settings_or_exit(
         return load_settings(config, assignments or (), flags or {})
     except ConfigError as error:
         fail(str(error), EXIT_USAGE)
+
+
+def servable_or_exit(settings: Settings) -> Settings:
+    """The same settings if they can be served; says which keys have no effect, exits with 2 otherwise."""
+    from paceline.core.errors import ConfigError
+    from paceline.wire.config import check_servable
+
+    try:
+        unused = check_servable(settings)
+    except ConfigError as error:
+        fail(str(error), EXIT_USAGE)
+    for key in unused:
+        say(f"{key} has no effect in this version")
+    return settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -135,22 +134,17 @@ def _models(settings: Settings) -> list[Check]:
 
 
 def _ports(settings: Settings) -> list[Check]:
+    from paceline.cli.plan import GATEWAY_ADMIN_PORT, GATEWAY_GRPC_PORT, is_free
+
     gateway = settings.gateway
-    ports = [gateway.port, gateway.grpc_port or 8001, gateway.admin_port or 9000]
+    ports = [gateway.port, gateway.grpc_port or 0, gateway.admin_port or 0]
+    if gateway.port == type(gateway)().port:
+        defaults = (gateway.port, GATEWAY_GRPC_PORT, GATEWAY_ADMIN_PORT)
+        given = (gateway.port, gateway.grpc_port, gateway.admin_port)
+        ports = [d if p is None else p for p, d in zip(given, defaults, strict=True)]
     return [
-        Check(f"port {port}", _free(gateway.host, port), True, gateway.host) for port in ports if port != 0
+        Check(f"port {port}", is_free(port, gateway.host), True, gateway.host) for port in ports if port != 0
     ]
-
-
-def _free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def _table(checks: list[Check]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.wire.addresses import DEFAULT_ADMIN_PORTS, DEFAULT_PORTS
 from paceline.wire.config import is_setting
 from paceline.wire.settings import Settings
 
@@ -61,30 +62,53 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
-def resolve(settings: Settings, take_port: Callable[[], int], redis_url: str) -> Settings:
-    """Settings with every address fixed, so that all children agree and restarts keep theirs."""
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
-    def listening(entry: Any) -> Any:
-        if entry.addr:
-            return entry
-        return entry.model_copy(
-            update={"port": entry.port or take_port(), "admin_port": entry.admin_port or take_port()}
-        )
 
+def resolve(settings: Settings, take_port: Callable[[int], int], redis_url: str) -> Settings:
+    """Settings with every address fixed, so that all children agree and restarts keep theirs.
+
+    Beside a gateway on its default port, the first worker of each role gets the role's default ports.
+
+    Args:
+        take_port: a free port, the given one if it is not 0 and nobody has it.
+    """
     gateway = settings.gateway
     default = gateway.port == type(gateway)().port
+
+    def listening(entry: Any, role: str, *, first: bool = True) -> Any:
+        if entry.addr:
+            return entry
+        wanted = (DEFAULT_PORTS[role], DEFAULT_ADMIN_PORTS[role]) if default and first else (0, 0)
+        return entry.model_copy(
+            update={
+                "port": entry.port or take_port(0 if entry.port == 0 else wanted[0]),
+                "admin_port": entry.admin_port or take_port(0 if entry.admin_port == 0 else wanted[1]),
+            }
+        )
+
     grpc_port = GATEWAY_GRPC_PORT if gateway.grpc_port is None and default else gateway.grpc_port
     admin_port = GATEWAY_ADMIN_PORT if gateway.admin_port is None and default else gateway.admin_port
     return settings.model_copy(
         update={
-            "verifiers": tuple(listening(v) for v in settings.verifiers),
-            "drafters": tuple(listening(d) for d in settings.drafters),
-            "policy": listening(settings.policy),
+            "verifiers": tuple(
+                listening(v, "verifier", first=i == 0) for i, v in enumerate(settings.verifiers)
+            ),
+            "drafters": tuple(listening(d, "drafter", first=i == 0) for i, d in enumerate(settings.drafters)),
+            "policy": listening(settings.policy, "policy"),
             "gateway": gateway.model_copy(
                 update={
-                    "port": gateway.port or take_port(),
-                    "grpc_port": grpc_port or take_port(),
-                    "admin_port": admin_port or take_port(),
+                    "port": gateway.port or take_port(0),
+                    "grpc_port": grpc_port or take_port(0),
+                    "admin_port": admin_port or take_port(0),
                 }
             ),
             "queue": settings.queue.model_copy(update={"url": settings.queue.url or redis_url}),

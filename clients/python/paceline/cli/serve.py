@@ -15,6 +15,7 @@ from paceline.cli.console import (
     ConfigFile,
     RunDir,
     fail,
+    servable_or_exit,
     settings_or_exit,
 )
 
@@ -46,6 +47,7 @@ def serve(
     entry_id = entry_of(role, worker_id, settings)
     if port is not None:
         settings = settings_or_exit(config, assignments, port_flag(role, entry_id, port))
+    servable_or_exit(settings)
     try:
         main: Any = import_module(f"paceline.{role.value}.main")
     except ModuleNotFoundError as error:

@@ -16,7 +16,15 @@ from pathlib import Path
 from paceline.cli.children import ChildFailedError, die_with
 from paceline.cli.config import masked
 from paceline.cli.console import EXIT_START_FAILED, say
-from paceline.cli.plan import ChildSpec, free_ports, needed_models, paceline_command, processes, resolve
+from paceline.cli.plan import (
+    ChildSpec,
+    free_ports,
+    is_free,
+    needed_models,
+    paceline_command,
+    processes,
+    resolve,
+)
 from paceline.cli.supervisor import Session, Supervisor
 from paceline.core.errors import ConfigError
 from paceline.wire.models import locate_path
@@ -85,7 +93,9 @@ async def _run(
 ) -> int:
     redis, redis_url = (None, "") if settings.queue.url else _embedded_redis(folder)
     ports = iter(free_ports(2 * (len(settings.verifiers) + len(settings.drafters) + 1) + 3))
-    resolved = resolve(settings, lambda: next(ports), redis_url)
+    resolved = resolve(
+        settings, lambda wanted: wanted if wanted and is_free(wanted) else next(ports), redis_url
+    )
     config = folder / "config.json"  # JSON is YAML
     write_private(config, json.dumps(resolved.model_dump(mode="json")))
     supervisor = Supervisor(

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.console import Assignments, ConfigFile, RunDir, print_json, say, settings_or_exit
+from paceline.cli.console import (
+    Assignments,
+    ConfigFile,
+    RunDir,
+    print_json,
+    say,
+    servable_or_exit,
+    settings_or_exit,
+)
 
 
 def up(
@@ -18,7 +26,8 @@ def up(
     run_dir: RunDir = None,
 ) -> None:
     """Run the stack until SIGINT or SIGTERM, which drain it; a second signal stops it at once."""
-    settings = settings_or_exit(config, assignments, {} if port is None else {"gateway.port": port})
+    flags = {} if port is None else {"gateway.port": port}
+    settings = servable_or_exit(settings_or_exit(config, assignments, flags))
     from paceline.cli.stack import run_stack
 
     async def announce(ready: dict[str, Any]) -> None:

@@ -137,15 +137,23 @@ class AdmissionQueue:
 
     async def ack(self, request_id: str, *, served_tokens: int) -> None:
         """Ends a lease; the tenant is charged what was served instead of the estimate."""
-        await self._run("finish", request_id, served_tokens)
+        await self._run("finish", request_id, self.owner, served_tokens)
 
     async def nack(self, request_id: str, *, avoid: str = "") -> bool:
         """Gives a granted request back, to the head of its line; False if Redis does not know it."""
         return bool(await self._run("nack", request_id, avoid))
 
     async def cancel(self, request_id: str) -> bool:
-        """Removes a request in whatever state; False if it is unknown."""
-        return bool(await self._run("finish", request_id, 0))
+        """Removes a request of this owner in whatever state; False if there is none."""
+        return bool(await self._run("finish", request_id, self.owner, 0))
+
+    async def missing(self, request_ids: Sequence[str]) -> list[str]:
+        """Those that the server does not know (any more)."""
+        async with server_errors(), self._client.pipeline(transaction=False) as pipe:
+            for request_id in request_ids:
+                pipe.exists(f"{self._prefix}:req:{request_id}")
+            known = await pipe.execute()
+        return [i for i, found in zip(request_ids, known, strict=True) if not found]
 
     async def reap(self) -> int:
         """Forgets expired leases and reservations; returns how many."""

@@ -197,3 +197,30 @@ def _check_no_testing(settings: Settings) -> None:
     refused += [f"drafters.{d.id}.kind: timed" for d in settings.drafters if d.kind == "timed"]
     if refused:
         raise ConfigError("; ".join(f"{key}: refused unless PACELINE_TESTING=1" for key in refused))
+
+
+def check_servable(settings: Settings) -> list[str]:
+    """Keys that hold a value this version does not act on, and that change nothing but speed or shedding.
+
+    Raises:
+        ConfigError: naming every key whose value is valid but cannot be served yet, such as TLS files.
+    """
+    speculation, control = settings.speculation, settings.control
+    refused = [f"tls.{key}" for key, value in settings.tls if value]
+    if settings.tenants.file:
+        refused.append("tenants.file")
+    if speculation.mode == "rejection":
+        refused.append("speculation.mode: rejection")
+    if control.kind not in ("paceline", "off", "fixed"):
+        refused.append(f"control.kind: {control.kind}")
+    refused += [f"verifiers.{v.id}.engine: vllm" for v in settings.verifiers if v.engine == "vllm"]
+    if refused:
+        raise ConfigError("; ".join(f"{key} is not available in this version" for key in refused))
+    if control.kind == "fixed" and control.arg not in range(MAX_DRAFT_TOKENS + 1):
+        raise ConfigError(f"control.arg: kind 'fixed' needs a whole draft length, 0 to {MAX_DRAFT_TOKENS}")
+    unused = [f"verifiers.{v.id}.compile" for v in settings.verifiers if v.compile]
+    if speculation.draft_ahead:
+        unused.append("speculation.draft_ahead")
+    for entry in settings.classes:
+        unused += [f"classes.{entry.name}.{k}" for k in ("reserved_share", "shed_order") if getattr(entry, k)]
+    return unused

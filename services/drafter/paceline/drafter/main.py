@@ -77,8 +77,7 @@ class DrafterProcess:
             stale=lambda reason: self._metrics.stale_frames.labels(reason).inc(),
         )
         self.drafting.slowdown = self.entry.slowdown
-        if self.entry.kind == "timed":
-            self.drafting.rtt_s = self.settings.testing.timed.rtt_ms / 1000
+        self.drafting.rtt_s = self.settings.testing.timed.rtt_ms / 1000
         self.servicer = DrafterServicer(self.table, self.drafting, time.monotonic)
         self.worker = WorkerServicer(self.describe, self.drain, self._set_testing, testing_allowed())
         self.incarnation = secrets.randbits(64)

@@ -9,6 +9,7 @@ import grpc
 
 from paceline.v1 import policy_pb2, policy_pb2_grpc
 from paceline.wire.channels import open_channel
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 
 _log = get_logger(__name__)
@@ -46,6 +47,7 @@ class PolicyLink:
                     connected = False
                 finally:
                     call.cancel()
+                end_if_cancelled()
                 await asyncio.sleep(_RETRY_S)
 
     async def _reports(self) -> AsyncIterator[policy_pb2.SyncRequest]:

@@ -88,6 +88,7 @@ class FleetCollector(Collector):
             ("ignored_reports", "Impossible reports, or parts of them, left out", "reason", fleet.ignored),
             ("plans", "Plans made, by reason", "reason", fleet.plans),
             ("refits", "Step-time fits", "worker", refits),
+            ("requests", "Finished requests, by SLO class", "class", fleet.requests),
         ):
             counter = CounterMetricFamily(f"paceline_policy_{name}", text, labels=[label])
             for value, count in sorted(counts.items()):

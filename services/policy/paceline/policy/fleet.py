@@ -107,6 +107,8 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.reports: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        """Finished requests by SLO class."""
         self.plans: Counter[str] = Counter()
 
     def observe(self, report: Report, link: object) -> bool:
@@ -140,6 +142,7 @@ class Fleet:
                 worker.drafters_seen.add(drafter_id)
                 self._pair(worker.id, drafter_id).estimates.add(counts, now_s)
         for request in report.requests:
+            self.requests[request.slo_class] += 1
             kept = _MEMORY_REQUESTS
             worker.prompt_tokens += (1 - kept) * (request.prompt_tokens - worker.prompt_tokens)
             worker.output_tokens += (1 - kept) * (request.output_tokens - worker.output_tokens)

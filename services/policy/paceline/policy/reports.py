@@ -37,6 +37,7 @@ class FinishedRequest:
     output_tokens: int
     ttft_s: float
     e2e_s: float
+    slo_class: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,13 @@ def parse(message: policy_pb2.SyncRequest, ignored: Counter[str]) -> Report | No
             ignored["request"] += 1
         else:
             requests.append(
-                FinishedRequest(request.prompt_tokens, request.output_tokens, request.ttft_s, request.e2e_s)
+                FinishedRequest(
+                    request.prompt_tokens,
+                    request.output_tokens,
+                    request.ttft_s,
+                    request.e2e_s,
+                    request.slo_class[:MAX_ID_CHARACTERS] or "default",
+                )
             )
     return Report(
         message.worker_id,

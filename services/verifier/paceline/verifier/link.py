@@ -15,6 +15,7 @@ from paceline.verifier.choice import Choice
 from paceline.verifier.reports import Reports
 from paceline.verifier.sessions import Sessions
 from paceline.wire.channels import open_channel
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 from paceline.wire.worker import PROTOCOL_VERSION
 
@@ -146,6 +147,7 @@ class DrafterLink:
             finally:
                 was_ready = self.ready
                 self._lose()
+            end_if_cancelled()
             if was_ready:
                 _log.warning("drafter_lost", drafter=self.id, reason=reason)
             if self.answers > answers:

@@ -12,6 +12,7 @@ from importlib import metadata
 from prometheus_client import CollectorRegistry
 
 from paceline.core.control import DraftRule
+from paceline.core.errors import ErrorKind, PacelineError
 from paceline.core.types import DraftPlan, WorkerRole, WorkerState
 from paceline.engine.null import NullRunner, TimedRunner
 from paceline.engine.scheduler import Scheduler
@@ -285,14 +286,18 @@ async def serve(context: ProcessContext) -> None:
 
 
 async def _until_stopped(context: ProcessContext, process: VerifierProcess, server: GrpcServer) -> None:
-    """Waits for the stop signal; a broken engine is shown by the health service until then."""
+    """Waits for the stop signal.
+
+    Raises:
+        PacelineError: the engine broke. Its requests have been told; the process ends, to be started again.
+    """
     stopping = asyncio.ensure_future(context.stopping.wait())
     broken = asyncio.ensure_future(process.broken.wait())
     try:
         await asyncio.wait({stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
         if broken.done():
             await server.set_serving(False)
-            await stopping
+            raise PacelineError(ErrorKind.INTERNAL, "the engine failed")
     finally:
         stopping.cancel()
         broken.cancel()

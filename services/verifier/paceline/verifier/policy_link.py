@@ -15,6 +15,7 @@ from paceline.v1 import policy_pb2, policy_pb2_grpc
 from paceline.verifier.reports import Reports
 from paceline.wire.channels import open_channel
 from paceline.wire.convert import draft_plan_from_proto, step_record_to_proto
+from paceline.wire.tasks import end_if_cancelled
 from paceline.wire.telemetry import get_logger
 
 _log = get_logger(__name__)
@@ -77,6 +78,7 @@ class PolicyLink:
             except Exception as error:  # noqa: BLE001 - supervised loop: logged, then tried again
                 _log.exception("policy_link_failed")
                 reason = repr(error)
+            end_if_cancelled()
             if received:
                 _log.warning("policy_lost", reason=reason)
                 backoff_s = BACKOFF_S

@@ -81,6 +81,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         key = (choice.request_id, choice.choice_index)
         self._fence(key, choice.grant_epoch)
         self._steps.submit(choice)
+        self._predict(choice)
         self._live[key] = choice
         if choice.request_id in self._fail_next:
             self._fail_next.discard(choice.request_id)
@@ -179,7 +180,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= runner.eos_token_ids
-        choice = Choice(
+        return Choice(
             request_id=request.request_id,
             choice_index=request.choice_index,
             grant_epoch=request.grant_epoch,
@@ -205,16 +206,19 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             vocab_size=runner.vocab_size,
             now_s=self._clock(),
         )
+
+    def _predict(self, choice: Choice) -> None:
+        """What the drafter's last plan gives for an admitted choice."""
         plan = self._drafting.plan(choice)
         if plan is not None:
+            steps = self._steps.scheduler
             choice.receipt.predicted = predicted_latency(
                 plan,
-                running=self._steps.scheduler.running,
-                prompt_tokens=len(prompt) + len(committed),
-                output_tokens=max_tokens - len(committed),
-                chunk_tokens=served.chunk_tokens,
+                running=steps.running,
+                prompt_tokens=len(choice.sequence.tokens),
+                output_tokens=steps.room(choice.sequence),
+                chunk_tokens=self._served.chunk_tokens,
             )
-        return choice
 
     def _to_proto(self, event: Event) -> verifier_pb2.VerifierGenerateResponse:
         if isinstance(event, Started):

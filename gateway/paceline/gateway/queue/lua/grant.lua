@@ -4,9 +4,12 @@
 local lease = tonumber(ARGV[2])
 local workers = {}
 local by_id = {}
+local most_sequences, most_kv_tokens = 0, 0
 for _, w in ipairs(cjson.decode(ARGV[3])) do
   local worker = {id = w[1], sequences = w[2], kv_tokens = w[3], weight = w[4], total = w[2]}
   table.insert(workers, worker)
+  most_sequences = math.max(most_sequences, worker.sequences)
+  most_kv_tokens = math.max(most_kv_tokens, worker.kv_tokens)
   by_id[w[1]] = worker
 end
 for _, id in ipairs(redis.call('ZRANGE', key('leases'), '(' .. now, '+inf', 'BYSCORE')) do
@@ -58,11 +61,13 @@ while true do
       leave_line(id, class, tenant)
       redis.call('DEL', key('req', id))
     else
-      local sequences, kv_tokens = tonumber(row[2]), tonumber(row[3])
+      -- What no live worker could ever hold takes a whole one: it must not block the line for good.
+      local sequences = math.min(tonumber(row[2]), most_sequences)
+      local kv_tokens = math.min(tonumber(row[3]), most_kv_tokens)
       local worker = choose(sequences, kv_tokens, row[4])
       if not worker then break end
       leave_line(id, class, tenant)
-      charge(class, tenant, kv_tokens)
+      charge(class, tenant, tonumber(row[3]))
       local epoch = redis.call('HINCRBY', key('req', id), 'epoch', 1)
       redis.call('HSET', key('req', id), 'state', 'leased', 'verifier', worker.id)
       redis.call('PEXPIRE', key('req', id), lease + KEEP_MS)
