@@ -183,6 +183,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServicer):
                 at += len(piece)
                 rounds += 1
                 yield verifier_pb2.VerifierGenerateResponse(tokens=committed)
+            if self.hold_after == len(tokens):
+                self.held.set()
+                await self.released.wait()
             yield verifier_pb2.VerifierGenerateResponse(finished=self._finished(request, tokens, rounds))
         except asyncio.CancelledError:
             call.cancelled = True

@@ -52,6 +52,22 @@ async def held(gateway: Any) -> Any:
     return waits[done.pop()]
 
 
+async def test_a_loss_between_the_last_token_and_the_finish_ends_the_answer(
+    start: Any, expected: list[int]
+) -> None:
+    gateway = await start(verifiers=2, prepare=lambda v: setattr(v, "hold_after", 20))
+    tokens: list[int] = []
+    stream = asyncio.create_task(collect(gateway, tokens, speculation={"receipt": True}))
+    first = await held(gateway)
+    second = next(v for v in gateway.verifiers if v is not first)
+    await first.kill()
+    chunks = await stream
+    assert chunks[-1] == "[DONE]"
+    assert tokens == expected
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == "length"
+    assert not second.calls, "a whole answer was generated on"
+
+
 @pytest.mark.parametrize("overlap_tokens", [0, 2])
 async def test_a_lost_verifier_is_not_seen_by_the_client(
     start: Any, expected: list[int], overlap_tokens: int
