@@ -156,6 +156,8 @@ def _testing_request(body: bytes) -> tuple[worker_pb2.SetTestingRequest, str]:
     if not isinstance(value, dict):
         raise PacelineError(ErrorKind.INVALID_ARGUMENT, "the body must be a JSON object")
     message = worker_pb2.SetTestingRequest()
+    if value.get("acceptance", 0) is None:
+        message.acceptance = -1.0  # null clears it, as a negative number does
     for name, setting in value.items():
         if setting is None or name == "worker":
             continue

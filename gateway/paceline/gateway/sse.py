@@ -11,10 +11,11 @@ from typing import Any
 
 from starlette.types import Message, Receive, Send
 
-from paceline.core.errors import ErrorKind, PacelineError
+from paceline.core.errors import ErrorKind, PacelineError, invalid
 from paceline.wire.status import error_body, http_status
 
 DONE = b"data: [DONE]\n\n"
+MAX_INTEGER_DIGITS = 40
 THREAD_BYTES = 65_536
 """Bodies above this are decoded in a thread."""
 
@@ -134,12 +135,29 @@ class Exchange:
             await self._send(message)
 
 
+def _check_text(body: Mapping[str, Any]) -> None:
+    """JSON can escape half of a character; such a string is no text and cannot be tokenized."""
+    for field, value in body.items():
+        try:
+            json.dumps([field, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise invalid(ascii(field)[1:-1], "holds a lone surrogate, which is not text") from None
+
+
 def _decode(data: bytes) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    def integer(digits: str) -> int:
+        if len(digits) > MAX_INTEGER_DIGITS:
+            raise ValueError(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
+        return int(digits)
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        value = json.loads(data, parse_constant=refuse, parse_int=integer)
+        if b"\\u" in data and isinstance(value, dict):
+            _check_text(value)
+        return value
     except RecursionError:
         raise PacelineError(ErrorKind.INVALID_ARGUMENT, "the body is nested too deeply") from None
     except ValueError as error:

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
     ("change", "status", "code", "param"),
     [
         ({"model": "nope"}, 404, "model_not_found", "model"),
-        ({"model": "\ud800"}, 404, "model_not_found", "model"),
+        ({"stop": ["\ud800"]}, 400, "invalid_argument", "stop"),
         ({"messages": []}, 400, "invalid_argument", "messages"),
         ({"max_tokens": -1}, 400, "invalid_argument", "max_tokens"),
         ({"max_tokens": True}, 400, "invalid_argument", "max_tokens"),

@@ -256,7 +256,7 @@ async def test_testing_route(start: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PACELINE_TESTING", "1")
     assert (await gateway.admin.post("/testing", json=body)).status_code == 200
     sent = gateway.verifiers[0].testing[0]
-    assert (sent.slowdown, sent.nan_request, sent.HasField("acceptance")) == (2.0, "r1", False)
+    assert (sent.slowdown, sent.nan_request, sent.acceptance) == (2.0, "r1", -1.0), "null clears it"
     assert (await gateway.admin.post("/testing", json={"speed": 2})).json()["error"]["param"] == "speed"
     assert (await gateway.admin.post("/testing", json={"slowdown": 0.5})).status_code == 400
 

@@ -70,13 +70,22 @@ def demo(
     settings = settings_or_exit(None, None, wanted.flags)
     from paceline.cli.stack import run_stack
 
+    answered = False
+
     async def session(ready: dict[str, Any]) -> int | None:
-        return await _session(ready, wanted, settings.model.served_name, time.perf_counter() - started_s)
+        nonlocal answered
+        startup_s = time.perf_counter() - started_s
+        code = await _session(ready, wanted, settings.model.served_name, startup_s)
+        answered = True
+        return code
 
     def quiet(line: str) -> None:
         """Log lines are for `paceline up`; a child that cannot start still has its last ones shown."""
 
-    raise typer.Exit(run_stack(settings, run_dir=None, session=session, forward=quiet))
+    code = run_stack(settings, run_dir=None, session=session, forward=quiet)
+    if wanted.oneshot and code == EXIT_DONE and not answered:
+        fail("stopped before the answer was complete")
+    raise typer.Exit(code)
 
 
 def parse(given: Mapping[str, str]) -> Demo:

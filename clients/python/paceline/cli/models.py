@@ -45,7 +45,8 @@ def list_models(json: AsJson = False) -> None:
     from paceline.wire.models import BUNDLED, cache_dir, verify_manifest
 
     folder = cache_dir() / "models"
-    here = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
+    # Folders with a dot are downloads that were not finished.
+    here = {entry.name for entry in folder.glob("[!.]*") if entry.is_dir()}
     rows = []
     for name in sorted(here | set(BUNDLED)):
         complete = name in here and verify_manifest(folder / name, checksums=False) is None

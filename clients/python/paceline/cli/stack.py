@@ -96,6 +96,12 @@ async def _run(
     resolved = resolve(
         settings, lambda wanted: wanted if wanted and is_free(wanted) else next(ports), redis_url
     )
+    gateway = resolved.gateway
+    for port in (gateway.port, gateway.grpc_port, gateway.admin_port):
+        # Told before the model is loaded; the gateway itself would find out after.
+        if port and not is_free(port, gateway.host):
+            say(f"paceline: port {port} of {gateway.host} is in use")
+            return EXIT_START_FAILED
     config = folder / "config.json"  # JSON is YAML
     write_private(config, json.dumps(resolved.model_dump(mode="json")))
     supervisor = Supervisor(

@@ -10,6 +10,9 @@ import redis.asyncio
 from redis.exceptions import AuthenticationError, RedisError
 
 from paceline.core.errors import ConfigError, ErrorKind, PacelineError
+from paceline.wire.telemetry import get_logger
+
+_log = get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S = 2.0
@@ -55,7 +58,9 @@ async def server_errors(timeout_s: float = COMMAND_TIMEOUT_S) -> AsyncIterator[N
     except TimeoutError as error:
         raise _unavailable(f"no answer within {timeout_s:g} s") from error
     except (RedisError, OSError) as error:
-        raise _unavailable(str(error) or type(error).__name__) from error
+        # Its text may name the socket's path, which is no caller's business; the log has it.
+        _log.warning("queue_error", reason=str(error), kind=type(error).__name__)
+        raise _unavailable(type(error).__name__) from error
     if task and task.cancelling() > cancellations:
         raise asyncio.CancelledError  # one that comes while a connection is made can get lost there
 

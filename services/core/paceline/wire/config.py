@@ -214,6 +214,9 @@ def check_servable(settings: Settings) -> list[str]:
     if control.kind not in ("paceline", "off", "fixed"):
         refused.append(f"control.kind: {control.kind}")
     refused += [f"verifiers.{v.id}.engine: vllm" for v in settings.verifiers if v.engine == "vllm"]
+    url = settings.queue.url
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError("queue.url: want redis://, rediss:// or unix://")
     if refused:
         raise ConfigError("; ".join(f"{key} is not available in this version" for key in refused))
     if control.kind == "fixed" and control.arg not in range(MAX_DRAFT_TOKENS + 1):

@@ -1,7 +1,7 @@
 """Cancellations that libraries lose.
 
-A cancellation that meets the end of a call is dropped by grpc.aio, which raises the call's error instead; redis-py
-can drop one that meets a connection attempt. A loop that tries again after errors would then run forever.
+grpc.aio drops a cancellation that meets the end of a call, and raises the call's error instead; redis-py can
+drop one that meets a connection attempt. A loop that tries again after errors would then run forever.
 """
 
 from __future__ import annotations
