@@ -33,6 +33,12 @@ _ERRORS = {
     "504": "The caller's deadline passed.",
 }
 _TEXT_OR_NULL = {"type": ["string", "null"]}
+# Of each event of a stream: a chunk as JSON, or [DONE].
+_EVENT_SCHEMA = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+}
 _ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -75,7 +81,7 @@ def document(model: str) -> dict[str, Any]:
 
 def _post(body: type[BaseModel], summary: str) -> dict[str, Any]:
     answer = _json()
-    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    answer["content"]["text/event-stream"] = {"schema": _EVENT_SCHEMA}
     errors = {
         code: {
             "description": text,
