@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def receipts(requests: Sequence[GatewayRequest]) -> JSON | list[JSON]:
     return all_receipts[0] if len(all_receipts) == 1 else all_receipts
 
 
-class Format:
+class Format(ABC):
     """How one call's output is written; the endpoints differ in where text and logprobs go.
 
     Args:
@@ -93,9 +94,9 @@ class Format:
             answer["speculation"] = receipts(self._session.requests)
         return answer
 
+    @abstractmethod
     def first(self, prompt: int, index: int) -> JSON | None:
         """What a choice's stream begins with."""
-        raise NotImplementedError
 
     def pieces(self, index: int, delta: Delta, *, last: bool) -> list[JSON]:
         """Chunks of one delta; ``last`` marks the call's last one with choices."""
@@ -139,19 +140,23 @@ class Format:
             chunk["usage"] = usage
         return chunk
 
+    @abstractmethod
     def _add_prompts(self, answer: JSON) -> None:
-        raise NotImplementedError
+        """Adds the prompts' token ids, if they were asked for."""
 
+    @abstractmethod
     def _whole_choice(self, prompt: int, text: str) -> JSON:
-        raise NotImplementedError
+        """The text of a choice of an answer that is not streamed."""
 
+    @abstractmethod
     def _text(self, text: str | None) -> JSON:
-        raise NotImplementedError
+        """The text of one chunk."""
 
+    @abstractmethod
     def _logprobs_json(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
     ) -> JSON | None:
-        raise NotImplementedError
+        """Log probabilities in the endpoint's form; None if none were asked for."""
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         data = self._codec.token_bytes(token_id)

@@ -34,7 +34,7 @@ class Source:
     length_scale: float
     rate_scale: float
     rate_rps: float | None
-    arrival: str
+    arrival: str | None
     concurrency: int | None
     seconds: float
     max_tokens: int
@@ -48,6 +48,8 @@ class Source:
             raise ValueError("want --rate or --concurrency, not both")
         if self.rate_rps is None and self.concurrency is None and self.trace is None:
             raise ValueError("want --rate or --concurrency (only a trace has arrival times of its own)")
+        if self.arrival is not None and self.rate_rps is None:
+            raise ValueError("--arrival: needs --rate")
         if self.seconds <= 0 or self.length_scale <= 0 or self.rate_scale <= 0:
             raise ValueError("--seconds, --scale-length, --scale-rate: want numbers above 0")
 
@@ -57,7 +59,7 @@ class Source:
 
         times: list[float] | None = None
         if self.rate_rps is not None:
-            arrival: Any = self.arrival
+            arrival: Any = self.arrival or "poisson"
             times = workload.arrival_times(arrival, self.rate_rps, self.seconds, self.seed)
         if self.prompts is not None:
             return cycle(workload.prompt_requests(self.prompts, self.max_tokens, self.seed)), times
@@ -88,7 +90,9 @@ def bench(
     scale_length: Annotated[float, typer.Option("--scale-length", help="Times the trace's lengths.")] = 1.0,
     scale_rate: Annotated[float, typer.Option("--scale-rate", help="Times the trace's rate.")] = 1.0,
     rate: Annotated[float | None, typer.Option("--rate", metavar="R", help="Requests a second.")] = None,
-    arrival: Annotated[Arrivals, typer.Option("--arrival")] = Arrivals.POISSON,
+    arrival: Annotated[
+        Arrivals | None, typer.Option("--arrival", help="With --rate; default poisson.")
+    ] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", metavar="N", min=1)] = None,
     slo: Annotated[str, typer.Option("--slo", metavar="ttft_ms=,tpot_ms=")] = "",
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of prompts, arrivals and sampling.")] = 0,
@@ -121,6 +125,8 @@ def bench(
     try:
         targets = parse_slo(slo)
         source.check()
+        if json is not None and str(json) != "-" and not json.parent.is_dir():
+            raise ValueError(f"--json: there is no folder {json.parent}")
         requests, times = source.build()
     except (ValueError, WorkloadError) as error:
         fail(str(error), EXIT_USAGE)
