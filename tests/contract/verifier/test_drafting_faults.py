@@ -49,7 +49,9 @@ async def test_fixed_draft_length(kit: Any, start_drafter: Any, start_verifier: 
     kit.check_receipt(receipt)
     lengths = {length for length in receipt.draft_length_histogram if length}
     assert max(lengths) == k
-    assert receipt.draft_length_histogram[k] >= sum(receipt.draft_length_histogram.values()) // 2
+    # A null engine makes many rounds before the drafter has opened the session.
+    drafting = receipt.rounds - receipt.reasons["opening"]
+    assert receipt.draft_length_histogram[k] >= drafting // 2
 
 
 async def test_a_long_prompt_is_opened_in_chunks(kit: Any, start_drafter: Any, start_verifier: Any) -> None:
