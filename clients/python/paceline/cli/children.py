@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from paceline.cli.plan import ChildSpec
+from paceline.wire.parent import die_with
 
 TAIL_LINES = 20
 _MAX_LINE_BYTES = 1 << 20
-_PR_SET_PDEATHSIG = 1
 _SOCKET_POLL_S = 0.02
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ChildFailedError(Exception):
@@ -29,18 +25,6 @@ class ChildFailedError(Exception):
     def __init__(self, message: str, tail: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.tail = tuple(tail)
-
-
-def die_with(parent: int) -> Callable[[], None]:
-    """Runs in the child between fork and exec: no child outlives a supervisor that was killed."""
-
-    def prepare() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before prctl took effect
-                os._exit(1)
-
-    return prepare
 
 
 class _Output(asyncio.SubprocessProtocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.cli.children import ChildFailedError, die_with
+from paceline.cli.children import ChildFailedError
 from paceline.cli.config import masked
 from paceline.cli.console import EXIT_START_FAILED, say
 from paceline.cli.plan import (
@@ -28,6 +28,7 @@ from paceline.cli.plan import (
 from paceline.cli.supervisor import Session, Supervisor
 from paceline.core.errors import ConfigError
 from paceline.wire.models import locate_path
+from paceline.wire.parent import die_with
 from paceline.wire.process import StartupError
 from paceline.wire.settings import Settings
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import importlib.util
 import os
 import shutil
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -20,18 +17,12 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from paceline.wire.parent import die_with
 from paceline.wire.process import StartupError
 
-_PR_SET_PDEATHSIG = 1
 _MAX_SOCKET_PATH_BYTES = 100
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-
-
-def pdeathsig() -> None:
-    """For ``preexec_fn``: the kernel kills this process when its parent dies (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def server_binary() -> Path:
@@ -75,7 +66,7 @@ class EmbeddedRedis:
         return f"unix://{self.socket}"
 
     def command(self) -> list[str]:
-        """The server in the foreground; run it with `pdeathsig` as ``preexec_fn``."""
+        """The server in the foreground; run it with `wire.parent.die_with` as ``preexec_fn``."""
         return [
             str(server_binary()),
             *("--port", "0"),
@@ -103,7 +94,7 @@ class EmbeddedRedis:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=pdeathsig,
+            preexec_fn=die_with(os.getpid()),
         )
         try:
             await self.wait_ready()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.core.control import DEFAULT_DRAFT_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.latency import RoundModel, StepTerms
 from paceline.core.types import DraftPlan
 from paceline.policy.estimates import DraftTiming
 from paceline.wire.settings import MAX_DRAFT_TOKENS, Settings
 
-DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_CONTEXT_TOKENS = 256.0
 MEASURED_TOKENS = 64
 """Verified draft tokens before a pair's acceptance is believed."""
