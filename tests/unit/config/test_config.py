@@ -74,10 +74,10 @@ def test_the_engine_called_null_needs_no_quotes(tmp_path: Path) -> None:
     assert (settings.engine.engine, settings.verifiers[0].engine, settings.drafters[0].kind) == ("null",) * 3
 
 
-def test_exact_is_float32() -> None:
+def test_exact_is_float32_unless_asked_otherwise() -> None:
     assert load_settings(None, ["engine.exact=true"], environ={}).verifier("v0").effective_dtype == "float32"
-    message = refusal("engine.exact=true", "verifiers.v0.dtype=bfloat16")
-    assert message.startswith("verifiers.v0.dtype: exact needs float32")
+    settings = load_settings(None, ["engine.exact=true", "verifiers.v0.dtype=bfloat16"], environ={})
+    assert settings.verifier("v0").effective_dtype == "bfloat16"
 
 
 def test_an_empty_section_is_the_default(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from engine_torch_support import make_config, save_model
 
 from paceline.core.errors import ConfigError
-from paceline.engine.kv_cache import KvCache, LayerShape, choose_num_blocks, token_bytes
+from paceline.engine.kv_cache import KvCache, LayerShape
 from paceline.engine.loading import choose_device, load_model, unsupported
 from paceline.engine.runner import TorchRunner
 
@@ -89,19 +89,3 @@ def test_cache_slots_follow_the_block_table() -> None:
     assert cache.run([7, 2], 4) == 28
     assert cache.run([3, 4, 5], 12) == 12
     assert cache.run([3, 5, 5], 12) is None
-
-
-def test_cache_size() -> None:
-    layers = [LayerShape(3, 64)] * 30
-    per_token = token_bytes(layers, torch.bfloat16)
-    assert per_token == 30 * 2 * 3 * 64 * 2
-    sizes: dict[str, Any] = {
-        "block_tokens": 16,
-        "max_sequences": 2,
-        "max_context_tokens": 100,
-        "device": torch.device("cpu"),
-    }
-    assert choose_num_blocks(kv_cache_tokens=1000, bytes_per_token=per_token, **sizes) == 62
-    assert choose_num_blocks(kv_cache_tokens=0, bytes_per_token=1, **sizes) == 14
-    with pytest.raises(ConfigError, match="kv_cache_tokens"):
-        choose_num_blocks(kv_cache_tokens=0, bytes_per_token=2**60, **sizes)

@@ -16,9 +16,12 @@ from scipy.stats import chisquare
 
 from paceline.core.noise import exponentials, noise_bits
 from paceline.core.types import SamplingParams
-from paceline.engine.sampler import MAX_MARGIN, Sampler, adjust, kept_ids
+from paceline.engine.processors import PROCESSORS, Chain
+from paceline.engine.race import MAX_MARGIN
+from paceline.engine.sampler import Sampler
 from paceline.engine.step import ItemResult, StepItem
 from paceline.engine.step import Sequence as EngineSequence
+from paceline.engine.truncation import kept_ids
 
 CPU = torch.device("cpu")
 Floats = NDArray[np.float64]
@@ -48,6 +51,10 @@ def choose(item: StepItem, logits: Floats) -> ItemResult:
     rows = torch.tensor(logits, dtype=torch.float32).reshape(item.samples, -1)
     (result,) = Sampler(rows.shape[1], CPU).choose([item], rows)
     return result
+
+
+def adjust(item: StepItem, rows: torch.Tensor) -> None:
+    Chain(item.sequence, PROCESSORS).apply(item, rows)
 
 
 def brute_keep(logits: Floats, params: SamplingParams) -> set[int]:

@@ -93,6 +93,18 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftDistribution:
+    """q of one drafted position in rejection mode: what the draft token was sampled from.
+
+    The drafter's distribution truncated to its likeliest tokens and renormalized: ``probs`` belong to
+    ``token_ids``, sum to 1 up to rounding, and the draft token is among them.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0

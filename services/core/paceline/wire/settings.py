@@ -55,6 +55,7 @@ class EngineSettings(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """torch threads; 0 is one for each core."""
     exact: bool = False
+    """One seed, the same bytes: fp32, or with a 16-bit ``dtype`` passes of one shape (slower)."""
     compile: bool = False
     max_sequences: Count = 64
     max_step_tokens: Annotated[int, Field(ge=32)] = 512
@@ -63,12 +64,6 @@ class EngineSettings(Section):
     prefix_cache: bool = True
     integrity_check: bool = False
     slowdown: Annotated[float, Field(ge=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _exact_is_fp32(self) -> EngineSettings:
-        if self.exact and self.dtype not in (None, "float32"):
-            raise ValueError("dtype: exact needs float32 (its row results must not depend on the batch)")
-        return self
 
     @property
     def effective_dtype(self) -> str:

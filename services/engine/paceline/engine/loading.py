@@ -49,8 +49,12 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def load_model(path: Path, *, dtype: str, device: str) -> LoadedModel:
+def load_model(path: Path, *, dtype: str, device: str, experts_by_token: bool = False) -> LoadedModel:
     """Loads the weights in ``path``.
+
+    Args:
+        experts_by_token: a mixture of experts computes each token on its own, so that its result does not
+            depend on how many others chose the same expert; slow beyond tiny models.
 
     Raises:
         ConfigError: unknown dtype or device, unreadable weights, or an architecture with attention that is
@@ -67,6 +71,9 @@ def load_model(path: Path, *, dtype: str, device: str) -> LoadedModel:
     if reason := unsupported(config):
         raise ConfigError(f"model {path} ({config.model_type}): {reason}")
     try:
+        if experts_by_token:
+            # As from_pretrained does with its argument of that name, which plain models do not take.
+            config._experts_implementation = "batched_mm"
         module = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=DTYPES[dtype], attn_implementation=IMPLEMENTATION
         )

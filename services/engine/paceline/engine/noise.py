@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,16 +27,33 @@ def hashed_ids(token_ids: Tensor) -> Tensor:
     return token_ids.to(torch.int32) * _TOKEN_MULTIPLIER
 
 
+def words(keys: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
+    """The two words of each (key, output position) pair, int32 ``[pairs, 2]``."""
+    pairs = [position_words(key, position) for key, position in zip(keys, positions, strict=True)]
+    return torch.tensor([[_signed(w0), _signed(w1)] for w0, w1 in pairs], dtype=torch.int32, device=device)
+
+
+def bits_of(hashed: Tensor, w0: Tensor, w1: Tensor) -> Tensor:
+    """32 noise bits, as int32, of ids behind ``hashed`` under the given words; shapes broadcast."""
+    return _mix_(_mix_(hashed + w0).bitwise_xor_(w1))
+
+
 def noise_bits(key: int, position: int, hashed: Tensor) -> Tensor:
     """32 noise bits, as int32, for each id behind ``hashed`` (see `hashed_ids`) at one output position."""
-    w0, w1 = position_words(key, position)
-    return _mix_(_mix_(hashed + _signed(w0)).bitwise_xor_(_signed(w1)))
+    pair = words([key], [position], hashed.device)[0]
+    return bits_of(hashed, pair[0], pair[1])
 
 
-def log_exponentials(bits: Tensor) -> Tensor:
-    """log E of the standard exponentials ``E = -log1p(-w)``, ``w = (h + 1/2) * 2**-32`` (float64)."""
-    w = bits.to(torch.float64)
+def log_exponentials(bits: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """log E of the standard exponentials ``E = -log1p(-w)``, ``w = (h + 1/2) * 2**-32``.
+
+    The noise is defined in float64. In float32 the result is at most 0.35 too low, and that only for E above
+    16 (6 draws in 10**8); it is within 0.01 for E below 14.
+    """
+    w = bits.to(dtype)
     w.add_((w < 0) * 2.0**32).add_(0.5).mul_(2.0**-32)
+    if dtype == torch.float32:
+        w.clamp_(max=1.0 - 2.0**-24)
     return w.neg_().log1p_().neg_().log_()
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.engine.attention import PagedStep, attending
-from paceline.engine.kv_cache import KvCache, choose_num_blocks, token_bytes
+from paceline.engine.forward import Forward, RaggedForward
+from paceline.engine.invariant import InvariantForward
+from paceline.engine.kv_cache import KvCache, choose_budget, token_bytes
 from paceline.engine.loading import load_model
 from paceline.engine.sampler import Sampler
 from paceline.engine.step import ItemResult, StepItem, StepPlan
@@ -27,6 +28,8 @@ class TorchRunner:
         threads: torch threads; 0 leaves torch's default, one for each core.
         max_sequences: with ``kv_cache_tokens`` 0 the cache holds so many full contexts, memory permitting.
         kv_cache_tokens: size of the cache; 0 chooses it.
+        exact: one seed gives the same bytes whatever the batch and the drafts. In fp32 that holds up to ties
+            within rounding; 16-bit dtypes get passes of one shape (see `invariant`), checked here.
         slowdown: every step is made to take this many times as long; may be set at run time.
 
     Raises:
@@ -43,17 +46,19 @@ class TorchRunner:
         max_sequences: int = 64,
         kv_cache_tokens: int = 0,
         block_tokens: int = 16,
+        exact: bool = False,
         slowdown: float = 1.0,
     ) -> None:
         if threads > 0:
             torch.set_num_threads(threads)
         files = _files(model)
-        loaded = load_model(files.path, dtype=dtype, device=device)
+        invariant = exact and dtype != "float32"
+        loaded = load_model(files.path, dtype=dtype, device=device, experts_by_token=invariant)
         self.vocab_size = files.vocab_size
         self.max_context_tokens = files.max_context_tokens
         self.eos_token_ids = files.eos_token_ids
         self.block_tokens = block_tokens
-        self.num_blocks = choose_num_blocks(
+        budget = choose_budget(
             kv_cache_tokens=kv_cache_tokens,
             block_tokens=block_tokens,
             max_sequences=max_sequences,
@@ -61,17 +66,23 @@ class TorchRunner:
             bytes_per_token=token_bytes(loaded.layers, loaded.dtype),
             device=loaded.device,
         )
+        budget.state()
+        self.num_blocks = budget.num_blocks
         self.slowdown = slowdown
         self.device = str(loaded.device)
         self.dtype = dtype
-        self._loaded = loaded
-        self._cache = KvCache(
+        cache = KvCache(
             loaded.layers,
             num_blocks=self.num_blocks,
             block_tokens=block_tokens,
             dtype=loaded.dtype,
             device=loaded.device,
         )
+        self._forward: Forward = RaggedForward(loaded, cache)
+        if invariant:
+            self._forward = checked = InvariantForward(loaded, cache)
+            with torch.inference_mode():
+                checked.check()
         self._sampler = Sampler(files.vocab_size, loaded.device)
         self._failing: set[int] = set()
 
@@ -81,7 +92,7 @@ class TorchRunner:
             return []
         started = time.perf_counter()
         with torch.inference_mode():
-            logits = self._forward(plan.items)
+            logits = self._forward.logits(plan.items)
             self._spoil(plan.items, logits)
             results = self._sampler.choose(plan.items, logits)
         if self.slowdown > 1.0:
@@ -94,29 +105,8 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees weights and cache; no step may follow."""
-        del self._loaded, self._cache, self._sampler
+        del self._forward, self._sampler
         gc.collect()
-
-    def _forward(self, items: tuple[StepItem, ...]) -> Tensor:
-        """fp32 logits of all sampled positions, in the order of items."""
-        loaded = self._loaded
-        token_ids: list[int] = []
-        positions: list[int] = []
-        sampled: list[int] = []
-        for item in items:
-            token_ids.extend(item.token_ids)
-            positions.extend(range(item.start, item.start + len(item.token_ids)))
-            sampled.extend(range(len(token_ids) - item.samples, len(token_ids)))
-        step = PagedStep(self._cache, items, group=loaded.group, dtype=loaded.dtype, device=loaded.device)
-        with attending(step):
-            output = loaded.module(
-                input_ids=torch.tensor([token_ids], device=loaded.device),
-                position_ids=torch.tensor([positions], device=loaded.device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(sampled, dtype=torch.int64, device=loaded.device),
-            )
-        logits: Tensor = output.logits[0]
-        return logits.float()
 
     def _spoil(self, items: tuple[StepItem, ...], logits: Tensor) -> None:
         begin = 0

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.types import SamplingParams, TokenLogprobs
+from paceline.core.types import DraftDistribution, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionKeys:
+    """Noise keys of a verified sequence in rejection mode, of the domains ACCEPT and RESIDUAL."""
+
+    accept: int
+    residual: int
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +30,19 @@ class Sequence:
     noise_key: int
     stop_ids: frozenset[int] = frozenset()
     """End-of-sequence and stop ids: masked while fewer than ``min_tokens`` are committed."""
+    rejection: RejectionKeys | None = None
+    """Set where drafts are verified by rejection sampling instead of coupled sampling."""
+    truncate_to: int = 0
+    """On a drafter in rejection mode: tokens are sampled from so many likeliest ones, and the result tells
+    their distribution. 0 samples from all."""
     computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
     blocks: list[int] = field(default_factory=list)
     """Block i holds positions ``i * block_tokens`` onwards."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at admission."""
+    chain: object = None
+    """Logits processors with their state, made and kept level by the runner's sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,7 @@ class StepItem:
         draft: the trailing part of ``token_ids`` that is proposed, not committed.
         samples: number of trailing positions at which the target chooses: ``len(draft) + 1``, or 0 for a
             prefill chunk that does not reach the end of the committed tokens.
+        draft_q: in rejection mode what each draft token was sampled from; empty for point masses.
     """
 
     sequence: Sequence
@@ -48,6 +64,7 @@ class StepItem:
     token_ids: tuple[int, ...]
     draft: tuple[int, ...]
     samples: int
+    draft_q: tuple[DraftDistribution, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +94,19 @@ class StepPlan:
 class ItemResult:
     """What the target chose at each of an item's ``samples`` positions.
 
-    ``margins`` are race margins: best minus second of log p - log E (of the logits when greedy).
-    ``error`` is set instead when this sequence's logits were not finite; only its request fails.
+    In rejection mode ``chosen`` repeats a draft token that was accepted; a residual's sample is never the
+    draft token, so the accepted length is the common prefix in both modes.
+
+    ``margins`` are race margins: best minus second of log p - log E (of the logits when greedy); none in
+    rejection mode. ``error`` is set instead when this sequence's logits were not finite; only its request
+    fails. ``distributions`` are set where the sequence has ``truncate_to`` and is not greedy.
     """
 
     chosen: list[int]
     margins: list[float]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    distributions: list[DraftDistribution] | None = None
 
 
 class Runner(Protocol):

@@ -57,6 +57,7 @@ def build_runner(settings: Settings, entry: VerifierSettings, files: ModelFiles)
             threads=entry.threads,
             max_sequences=entry.max_sequences,
             kv_cache_tokens=entry.kv_cache_tokens,
+            exact=entry.exact,
             slowdown=entry.slowdown,
         )
     kv_cache_tokens = entry.kv_cache_tokens or entry.max_sequences * files.max_context_tokens
